@@ -1,0 +1,1 @@
+"""YAML configs, one folder a model family."""

@@ -1,0 +1,1 @@
+"""The scripts that users run, copy and change."""

@@ -1,0 +1,1 @@
+"""Weights streamed in and out of Hugging Face folders, and exact resume."""

@@ -1,0 +1,1 @@
+"""Typed, strict configuration: dataclass <- YAML <- key=value."""

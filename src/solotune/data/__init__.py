@@ -1,0 +1,1 @@
+"""Rows to messages, label masks, packs and batches."""

@@ -1,0 +1,1 @@
+"""Decoders: shared parts, one file a family, named builders and `auto`."""

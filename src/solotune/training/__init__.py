@@ -1,0 +1,1 @@
+"""Progress, schedules, metrics, seed and device."""
