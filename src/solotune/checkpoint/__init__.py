@@ -1,1 +1,1 @@
-"""Weights streamed in and out of Hugging Face folders, and exact resume."""
+"""Model folders and resume state, in and out, tensor by tensor."""
