@@ -1,1 +1,8 @@
 """Model folders and resume state, in and out, tensor by tensor."""
+
+from solotune.checkpoint.checkpointer import Checkpointer
+from solotune.checkpoint.folders import model_folder
+from solotune.checkpoint.load import LoadReport, load_weights
+from solotune.checkpoint.training_state import environment_changes
+
+__all__ = ["Checkpointer", "LoadReport", "environment_changes", "load_weights", "model_folder"]

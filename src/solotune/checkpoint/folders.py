@@ -9,6 +9,7 @@ names that `clean_up` knows:
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     writing = target.with_name(WRITING + target.name)
     try:
-        remove(writing)
+        if writing.exists():
+            shutil.rmtree(writing)
         writing.mkdir(parents=True)
         yield writing
         for folder, _, names in os.walk(writing):
@@ -45,31 +47,26 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small text file: a reader sees the old text or the new one, also after a power cut."""
+    """Replace a small text file: a reader sees the old text or the new, also after a power cut."""
     writing = path.with_name(WRITING + path.name)
     try:
         writing.write_text(text, encoding="utf-8")
         _sync_file(writing)
-        os.replace(writing, path)
+        writing.replace(path)
         sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {_reason(error)}") from error
 
 
-def remove(folder: Path, *, by_way_of: Path | None = None) -> None:
-    """Delete a folder if it exists; a visible one is first renamed, so that it is never seen half-deleted.
-
-    The hidden name lies in `by_way_of` (default: beside the folder).
-    """
+def remove(folder: Path, *, parent: Path) -> None:
+    """Delete a folder if it exists; moved to `parent` first, it is never seen half-deleted."""
     if not folder.exists():
         return
-    if not folder.name.startswith("."):
-        hidden = (by_way_of or folder.parent) / f"{REMOVING}{folder.parent.name}-{folder.name}"
-        if hidden.exists():
-            shutil.rmtree(hidden)
-        os.replace(folder, hidden)
-        folder = hidden
-    shutil.rmtree(folder)
+    hidden = parent / (REMOVING + folder.name)
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    folder.replace(hidden)
+    shutil.rmtree(hidden)
 
 
 def clean_up(parent: Path) -> None:
@@ -77,9 +74,40 @@ def clean_up(parent: Path) -> None:
     for path in sorted(parent.glob(".*-*")):
         target = path.with_name(path.name.partition("-")[2])
         if path.name.startswith(REPLACED) and not target.exists():
-            os.replace(path, target)
+            path.replace(target)
         elif path.name.startswith((WRITING, REPLACED, REMOVING)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def model_folder(path: str | Path) -> Path:
+    """Return the folder with the weights: `path`, or for a run folder the step that `latest` names.
+
+    Raises CheckpointError if there is no such folder.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        fault = "is a file, not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {fault}: name a Hugging Face model folder or a run folder")
+    pointer = path / "latest"
+    if pointer.is_file() and not (path / "config.json").is_file():
+        return pointed_folder(pointer)
+    return path
+
+
+def pointed_folder(pointer: Path) -> Path:
+    """Return the step folder that a file `latest` or `best` names."""
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {pointer}: {error}") from error
+    if re.fullmatch(r"step_\d+", name):  # never a path that leads elsewhere
+        for folder in (pointer.parent / name, pointer.parent / (REPLACED + name)):
+            if folder.is_dir():
+                return folder
+    raise CheckpointError(
+        f"{pointer} names {name!r}, which is no step folder beside it: write into it the name of "
+        "one that exists"
+    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -95,20 +123,22 @@ def sync_folder(folder: Path) -> None:
 
 def _put_in_place(writing: Path, target: Path) -> None:
     replaced = target.with_name(REPLACED + target.name)
-    remove(replaced)
+    if replaced.exists():
+        shutil.rmtree(replaced)
     # A folder cannot be renamed over a full one, so there is a moment with neither; `clean_up`
-    # and `solotune.checkpoint.model_folder` know where the old one is.
+    # and `pointed_folder` know where the old one is.
     had_old = target.exists()
     if had_old:
-        os.replace(target, replaced)
+        target.replace(replaced)
     try:
-        os.replace(writing, target)
+        writing.replace(target)
     except OSError:
         if had_old:
-            os.replace(replaced, target)
+            replaced.replace(target)
         raise
     sync_folder(target.parent)
-    remove(replaced)
+    if had_old:
+        shutil.rmtree(replaced)
 
 
 def _sync_file(path: Path) -> None:

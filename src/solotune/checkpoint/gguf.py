@@ -7,7 +7,6 @@ file holds: precision that quantisation took away does not come back.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from solotune.checkpoint.folders import new_folder
 from solotune.checkpoint.safetensors_file import SourceTensor, write_file
+from solotune.checkpoint.save import write_json
 from solotune.errors import CheckpointError, UserError
 
 TENSOR_NAMES = {
@@ -77,14 +77,14 @@ def convert(gguf_path: str | Path, out_folder: str | Path) -> Path:
         )
     with new_folder(Path(out_folder)) as folder:
         write_file(folder / "model.safetensors", tensors)
-        _write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
         token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-        _write_json(
+        write_json(
             folder / "generation_config.json",
             {key: config[key] for key in token_ids if config[key] is not None},
         )
         tokenizer.save(str(folder / "tokenizer.json"))
-        _write_json(folder / "tokenizer_config.json", tokenizer_config)
+        write_json(folder / "tokenizer_config.json", tokenizer_config)
         template = source.get("tokenizer.chat_template")
         if template is not None:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -218,9 +218,9 @@ def _source_tensor(source: _Source, tensor: Any) -> SourceTensor:
 
 
 def _undo_rotary_order(weight: Tensor, *, num_heads: int) -> Tensor:
-    """Return a projection whose rotated rows lie in halves, as Hugging Face's rotary embedding has them.
+    """Return a projection with the two rows of a rotated pair half a head apart.
 
-    In llama GGUF files the two rows of a rotated pair are neighbours.
+    So Hugging Face's rotary embedding wants it; in llama GGUF files the two are neighbours.
     """
     pairs = weight.unflatten(0, (num_heads, -1, 2))  # head, pair, member of the pair
     return pairs.transpose(1, 2).reshape(weight.shape)
@@ -246,10 +246,6 @@ def _expected_names(config: dict[str, Any]) -> set[str]:
 def _shortest(value: float) -> float:
     """Return 1e-05 for the float32 that a file shows as 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> int:

@@ -53,7 +53,7 @@ class StoredTensor:
 
     def read_into(self, target: Tensor) -> None:
         """Fill `target`: contiguous, in host memory, of the stored dtype and shape."""
-        assert target.dtype == self.dtype and target.shape == self.shape
+        assert (target.dtype, target.shape) == (self.dtype, self.shape)
         memory = _bytes_of(target)
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -76,7 +76,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor to be written: what the header says of it, and where to get it when its turn comes."""
+    """A tensor to be written: what the header says of it, and how to get it in its turn."""
 
     name: str
     dtype: torch.dtype  # on disk
@@ -108,7 +108,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        tensors = {name: _entry(path, name, entry, 8 + header_bytes) for name, entry in header.items()}
+        tensors = {
+            name: _entry(path, name, entry, 8 + header_bytes) for name, entry in header.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, "its header is not readable") from error
 
