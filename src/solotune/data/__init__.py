@@ -1,1 +1,27 @@
-"""Rows to messages, label masks, packs and batches."""
+"""Data: rows of files to samples with label masks, samples to packed batches in a reproducible order."""
+
+from solotune.data.batch import IGNORED, Batch, accumulation_groups, collate
+from solotune.data.dataset import build_samples, dataset
+from solotune.data.files import Row, read_rows
+from solotune.data.loader import Loader, make_loader
+from solotune.data.packing import best_fit
+from solotune.data.pydoc import pydoc_dataset
+from solotune.data.samples import Report, SampleSet, split_validation
+
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Loader",
+    "Report",
+    "Row",
+    "SampleSet",
+    "accumulation_groups",
+    "best_fit",
+    "build_samples",
+    "collate",
+    "dataset",
+    "make_loader",
+    "pydoc_dataset",
+    "read_rows",
+    "split_validation",
+]

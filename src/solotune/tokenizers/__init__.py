@@ -1,1 +1,15 @@
-"""Tokenizers and chat templates."""
+"""Tokenizers and chat templates: text to token ids, and which of them the model is trained on."""
+
+from solotune.tokenizers.chat_template import CHATML, ChatTemplate, Message, Rendering, Turn
+from solotune.tokenizers.tokenizer import EncodedText, Tokenizer, auto
+
+__all__ = [
+    "CHATML",
+    "ChatTemplate",
+    "EncodedText",
+    "Message",
+    "Rendering",
+    "Tokenizer",
+    "Turn",
+    "auto",
+]

@@ -1,0 +1,98 @@
+"""One micro-batch: tokens, shifted labels, positions and segment lengths, all built on the host.
+
+B rows of the batch, S positions a row, M segments a row at most, T positions with a target.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100  # label of a position without a target
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch, on one device except for `host_segments_BM`.
+
+    `labels_BS[b, s]` is the token that position s predicts, -100 where it predicts none. `positions_BS` restart at each
+    segment. `segments_BM` are the lengths of the segments of each row, zero-padded; what follows them in the row is
+    filler. `target_rows_T` are the flat positions b * S + s with a target.
+    """
+
+    tokens_BS: Tensor  # int64
+    labels_BS: Tensor  # int64
+    positions_BS: Tensor  # int64
+    segments_BM: Tensor  # int32
+    target_rows_T: Tensor  # int64
+    host_segments_BM: Tensor  # int32, always on the host: lengths can be read without a sync
+    num_tokens: int  # without filler
+    num_targets: int
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch on `device`. To a card through pinned memory, without waiting for the copy."""
+        device = torch.device(device)
+        if device.type == "cpu":
+            return self
+        pin = device.type == "cuda"
+        moved = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, Tensor) and entry.name != "host_segments_BM":
+                # pinned blocks come from a cache that keeps each until its copy is done
+                moved[entry.name] = (value.pin_memory() if pin else value).to(
+                    device, non_blocking=pin
+                )
+        return replace(self, **moved)
+
+
+def collate(
+    rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
+    *,
+    row_length: int,
+    max_segments: int,
+    filler_token: int = 0,
+) -> Batch:
+    """A Batch of rows, each a list of (tokens, trained) segments laid one after the other.
+
+    Labels are shifted here: the last position of a segment never predicts the first token of the next one.
+    """
+    shape = (len(rows), row_length)
+    tokens_BS, labels_BS = np.full(shape, filler_token, np.int64), np.full(shape, IGNORED, np.int64)
+    positions_BS = np.zeros(shape, np.int64)
+    segments_BM = np.zeros((len(rows), max_segments), np.int32)
+    for b, segments in enumerate(rows):
+        start = 0
+        for m, (tokens, trained) in enumerate(segments):
+            end = start + len(tokens)
+            tokens_BS[b, start:end] = tokens
+            labels_BS[b, start : end - 1] = np.where(trained[1:], tokens[1:], IGNORED)
+            positions_BS[b, start:end] = np.arange(len(tokens))
+            segments_BM[b, m] = len(tokens)
+            start = end
+    target_rows_T = np.flatnonzero(labels_BS != IGNORED)
+    segments = torch.from_numpy(segments_BM)
+    return Batch(
+        tokens_BS=torch.from_numpy(tokens_BS),
+        labels_BS=torch.from_numpy(labels_BS),
+        positions_BS=torch.from_numpy(positions_BS),
+        segments_BM=segments,
+        target_rows_T=torch.from_numpy(target_rows_T),
+        host_segments_BM=segments,
+        num_tokens=int(segments_BM.sum()),
+        num_targets=len(target_rows_T),
+    )
+
+
+def accumulation_groups(batches: Iterable[Batch], n: int) -> Iterator[list[Batch]]:
+    """The batches in lists of `n`; the last list of an epoch may be shorter and is a step of its own."""
+    group: list[Batch] = []
+    for batch in batches:
+        group.append(batch)
+        if len(group) == n:
+            yield group
+            group = []
+    if group:
+        yield group

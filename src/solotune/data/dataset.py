@@ -1,0 +1,242 @@
+"""Rows of a file as samples: formats, chat templates, label masks, and the count of everything that was left out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from solotune.data.chat import Span, chat_samples
+from solotune.data.files import Row, read_rows
+from solotune.data.messages import FORMATS, Conversation, detect_format, parse_row, rename_columns
+from solotune.data.samples import Report, SampleSet, SampleWriter, chunks, row_hash
+from solotune.errors import ConfigError, DataError
+from solotune.tokenizers import Rendering, Tokenizer
+
+_CHUNK = 1000  # renderings that are encoded together
+_SHOWN_FAULTS = 3
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A sample before encoding."""
+
+    rendering: Rendering
+    trained: tuple[Span, ...]
+    add_bos: bool
+    add_eos: bool
+    row: int
+
+
+def dataset(
+    tokenizer: Tokenizer,
+    *,
+    source: str,
+    format: str | None = None,
+    column_map: dict[str, str] | None = None,
+    train_on_input: bool = False,
+    train_on: str = "all",
+    history: str = "per_turn",
+    packed: bool = True,
+    on_bad_row: str = "stop",
+    max_rows: int | None = None,
+) -> SampleSet:
+    """Samples from a json, jsonl, csv or parquet file.
+
+    `format` is detected from the columns of the first row where it is None; `column_map` gives the file's name for
+    each of our column names. Trained are the assistant turns and their terminators (`train_on`: all | last), with
+    `train_on_input` all tokens. `history`: per_turn | as_rendered, for templates that rewrite earlier turns.
+    `on_bad_row`: stop | skip. `max_rows`: the first rows only. Raises DataError with file, row and reason.
+    """
+    return build_samples(
+        tokenizer,
+        read_rows(source),
+        source=source,
+        format=format,
+        column_map=column_map,
+        train_on_input=train_on_input,
+        train_on=train_on,
+        history=history,
+        packed=packed,
+        on_bad_row=on_bad_row,
+        max_rows=max_rows,
+    )
+
+
+def build_samples(
+    tokenizer: Tokenizer,
+    rows: Iterator[Row],
+    *,
+    source: str,
+    format: str | None = None,
+    column_map: dict[str, str] | None = None,
+    train_on_input: bool = False,
+    train_on: str = "all",
+    history: str = "per_turn",
+    packed: bool = True,
+    on_bad_row: str = "stop",
+    max_rows: int | None = None,
+) -> SampleSet:
+    """Samples from any iterator of rows, by the rules of `dataset`."""
+    _check_choice("format", format, (None, *FORMATS))
+    _check_choice("train_on", train_on, ("all", "last"))
+    _check_choice("history", history, ("per_turn", "as_rendered"))
+    _check_choice("on_bad_row", on_bad_row, ("stop", "skip"))
+    report = Report(source=source, format=format or "unknown")
+
+    def drafts() -> Iterator[_Draft]:
+        for row in rows:
+            if report.rows == max_rows:
+                return
+            report.rows += 1
+            try:
+                yield from _drafts(
+                    tokenizer,
+                    row,
+                    report,
+                    column_map=column_map or {},
+                    train_on_input=train_on_input,
+                    train_on=train_on,
+                    history=history,
+                )
+            except DataError as error:
+                message = (
+                    str(error) if str(error).startswith(row.place) else f"{row.place}: {error}"
+                )
+                if on_bad_row == "stop":
+                    hint = (
+                        ""
+                        if "dataset." in message
+                        else " (dataset.on_bad_row=skip leaves such rows out)"
+                    )
+                    raise DataError(message + hint) from None
+                report.rows_unreadable += 1
+                if report.rows_unreadable <= _SHOWN_FAULTS:
+                    report.notes.append(f"skipped {message}")
+
+    writer = SampleWriter()
+    for chunk in chunks(drafts(), _CHUNK):
+        _encode(tokenizer, chunk, writer, report)
+    samples = writer.finish(report=report, packed=packed)
+    if not len(samples):
+        skipped = "".join(f"; {note}" for note in report.notes)
+        raise DataError(
+            f"{source} leaves nothing to train on: {report.rows} rows, {report.rows_unreadable} unreadable, "
+            f"{report.rows_skipped} without a target{skipped}"
+        )
+    if tokenizer.template is not None and report.format != "text":
+        report.notes += _template_notes(tokenizer)
+    return samples
+
+
+def _check_choice(key: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"dataset.{key}={value}: use {' or '.join(str(choice) for choice in choices if choice)}"
+        )
+
+
+def _drafts(
+    tokenizer: Tokenizer,
+    row: Row,
+    report: Report,
+    *,
+    column_map: dict[str, str],
+    train_on_input: bool,
+    train_on: str,
+    history: str,
+) -> Iterator[_Draft]:
+    """The samples of one row, not yet encoded. Raises DataError where the row cannot be used."""
+    if row.fault is not None:
+        raise DataError(row.fault)
+    columns = rename_columns(row.columns, column_map)
+    if report.format == "unknown":
+        report.format = detect_format(columns, row.place)
+    content = parse_row(columns, report.format)
+    if isinstance(content, Conversation):
+        samples = chat_samples(
+            tokenizer.require_template(),
+            content,
+            train_on=train_on,
+            history=history,
+            train_on_input=train_on_input,
+        )
+        texts = [sample.rendering.text for sample in samples]
+        shown = texts[-1] if texts else ""
+        report.messages_not_rendered += sum(
+            message["content"].strip() not in shown for message in content.messages
+        )
+        report.reasoning_lost += sum(sample.lost_reasoning for sample in samples)
+        report.turns_without_terminator += sum(sample.ends_open for sample in samples)
+        drafts = [
+            _Draft(
+                sample.rendering,
+                sample.trained,
+                add_bos=False,
+                add_eos=sample.ends_open,
+                row=row_hash(*texts),
+            )
+            for sample in samples
+        ]
+    else:
+        text = _without_own_eos(content, tokenizer)
+        rendering = Rendering(text, plain=tokenizer.spelled_controls(text))
+        drafts = [
+            _Draft(
+                rendering,
+                ((0, len(text)),),
+                add_bos=tokenizer.adds_bos,
+                add_eos=True,
+                row=row_hash(content),
+            )
+        ]
+    for draft in drafts:
+        tokenizer.check_text(draft.rendering.text)
+    report.plain_controls += sum(len(draft.rendering.plain) for draft in drafts)
+    if not drafts:
+        report.rows_skipped += 1
+    yield from drafts
+
+
+def _without_own_eos(text: str, tokenizer: Tokenizer) -> str:
+    """A text row without the EOS (and BOS) that the file itself spells at its ends; the real tokens are added."""
+    eos, bos = tokenizer.token_text(tokenizer.eos_id), tokenizer.token_text(tokenizer.bos_id)
+    text = text.removesuffix(eos) if eos else text
+    return text.removeprefix(bos) if bos and tokenizer.adds_bos else text
+
+
+def _encode(
+    tokenizer: Tokenizer, drafts: list[_Draft], writer: SampleWriter, report: Report
+) -> None:
+    """Encode, add BOS and EOS where wanted, cut at max_seq_len, leave out samples without a target."""
+    for draft, encoded in zip(
+        drafts, tokenizer.encode_renderings([d.rendering for d in drafts]), strict=True
+    ):
+        ids, trained = encoded.ids, encoded.mask(draft.trained)
+        if draft.add_bos and tokenizer.bos_id is not None:
+            ids, trained = (
+                [tokenizer.bos_id, *ids],
+                np.concatenate([np.zeros(1, np.uint8), trained]),
+            )
+        if draft.add_eos and tokenizer.eos_id is not None:
+            ids, trained = [*ids, tokenizer.eos_id], np.concatenate([trained, np.ones(1, np.uint8)])
+        if len(ids) > tokenizer.max_seq_len:
+            report.rows_cut += 1
+            ids, trained = ids[: tokenizer.max_seq_len], trained[: tokenizer.max_seq_len]
+        if trained[1:].any():
+            writer.add(ids, trained, draft.row)
+        else:
+            report.rows_skipped += 1
+
+
+def _template_notes(tokenizer: Tokenizer) -> list[str]:
+    template = tokenizer.require_template()
+    notes = [
+        f"assistant turns end with {template.terminator or 'EOS, added once, as the chat template ends none'}"
+    ]
+    if "strftime_now" in template.source and "date_string" not in template.variables:
+        notes.append(
+            "the chat template writes the date of today: set tokenizer.chat_template_kwargs.date_string to get the "
+            "same tokens tomorrow"
+        )
+    return notes
