@@ -1,0 +1,83 @@
+"""The words after a recipe: `--config FILE`, `--trust NAME`, `--debug` and overrides."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from solotune.config.loading import Loaded, load
+from solotune.config.registry import find_config
+from solotune.errors import UsageError, UserError
+
+ConfigClass = TypeVar("ConfigClass")
+
+_TORCHRUN_FLAGS = (
+    "--nproc", "--nnodes", "--node-rank", "--rdzv", "--master-addr", "--master-port",
+    "--standalone", "--max-restarts", "--local-addr", "--monitor-interval", "--start-method",
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError instead of ending the process."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}: `{self.prog} --help` shows the usage")
+
+
+def add_run_arguments(parser: Parser) -> None:
+    """Add what `tune run` and a recipe run as a script have in common."""
+    parser.add_argument("--config", metavar="NAME|FILE", help="a config by name or path")
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let the config name components under NAME, a dotted path outside the usual libraries",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="change a key; ~key deletes it"
+    )
+
+
+def refuse_torchrun_flags(words: list[str]) -> None:
+    """Raise UsageError at the first flag that torchrun would take."""
+    for word in words:
+        if word.startswith(_TORCHRUN_FLAGS) or word.replace("_", "-").startswith(_TORCHRUN_FLAGS):
+            raise UsageError(
+                f"{word.partition('=')[0]} is a flag of torchrun: this recipe uses one device, and"
+                " copies of it on one device help nobody: remove it"
+            )
+
+
+def load_arguments(recipe: Path, options: argparse.Namespace) -> Loaded:
+    """Return the config that parsed arguments ask for."""
+    config = find_config(options.config) if options.config else None
+    return load(recipe, config, options.overrides, trust=options.trust, config_name=options.config)
+
+
+def parse_cli(config_class: type[ConfigClass]) -> ConfigClass:
+    """Return the Config that the process's command line asks for: for a recipe run as a script.
+
+    A user's mistake ends the process with one sentence.
+    """
+    recipe = Path(sys.modules[config_class.__module__].__file__ or "")
+    words = sys.argv[1:]
+    try:
+        refuse_torchrun_flags(words)
+        parser = Parser(prog=recipe.name)
+        add_run_arguments(parser)
+        options = parser.parse_intermixed_args(words)
+        loaded = load_arguments(recipe, options)
+        loaded.check_components()
+        return loaded.instance(config_class)
+    except UserError as error:
+        if "--debug" in words:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)

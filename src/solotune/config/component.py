@@ -1,0 +1,350 @@
+"""A config node that names a class or a builder, and the rules for which ones it may name."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from solotune.config import torchtune
+from solotune.config.fitting import Misfit, fit
+from solotune.config.nodes import (
+    Mapping,
+    Node,
+    Scalar,
+    Sequence,
+    at,
+    plain,
+    scalar_value,
+    to_node,
+)
+from solotune.config.suggest import suggest
+from solotune.errors import ConfigError
+
+# A config is data that people pass around: it reaches these libraries and nothing else of Python.
+ROOTS = (
+    "solotune.adapters",
+    "solotune.data",
+    "solotune.losses",
+    "solotune.models",
+    "solotune.optim",
+    "solotune.tokenizers",
+    "solotune.training",
+    "torch.optim",
+    "torchao.optim",
+    "bitsandbytes.optim",
+)
+
+_ROOTS_IN_WORDS = "the parts of solotune, torch.optim, torchao.optim, bitsandbytes.optim"
+
+# What a node without `_component_` stands for, by its key.
+DEFAULT_PATHS = {
+    "dataset": "solotune.data.dataset",
+    "dataset_val": "solotune.data.dataset",
+    "loss": "solotune.losses.LinearCrossEntropy",
+    "model": "solotune.models.auto",
+    "tokenizer": "solotune.tokenizers.auto",
+}
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """What a config may name beyond ROOTS: modules beside a copied recipe, and `--trust NAME`."""
+
+    recipe_folder: Path | None = None
+    trusted: tuple[str, ...] = ()
+
+    def trusts(self, path: str) -> bool:
+        return any(_is_under(path, name) for name in self.trusted)
+
+    def beside_recipe(self, path: str) -> bool:
+        """Whether the first name of `path` is a module in the folder of a copied recipe."""
+        if self.recipe_folder is None:
+            return False
+        module = self.recipe_folder / path.partition(".")[0]
+        return module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
+
+    def allows(self, path: str) -> bool:
+        in_roots = any(_is_under(path, root) for root in ROOTS)
+        return in_roots or self.trusts(path) or self.beside_recipe(path)
+
+
+def _is_under(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}.")
+
+
+@dataclass
+class Component:
+    """A class or builder by its dotted path, with the arguments that the config sets.
+
+    `key` is the node's config key, `where` its file and line; both are for messages.
+    """
+
+    path: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+    where: str = ""
+    permissions: Permissions = Permissions()
+    # the words as written: `007` is text or a number by the type of the parameter
+    written: dict[str, Node] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def target(self) -> Any:
+        """The class or builder, imported; raises ConfigError where it is missing or not allowed."""
+        fault = path_fault(self.path, self.permissions)
+        if fault:
+            raise ConfigError(self._message(fault))
+        module_name, _, name = self.path.rpartition(".")
+        if self.permissions.beside_recipe(self.path):
+            folder = str(self.permissions.recipe_folder)
+            if folder not in sys.path:
+                sys.path.append(folder)  # last, so that it hides no installed module
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if not _is_under(module_name, missing):
+                raise ConfigError(
+                    self._message(f"{module_name} needs {missing}: pip install {missing}")
+                ) from error
+            raise ConfigError(self._message(f"there is no module {missing}")) from error
+        except Exception as error:  # a module beside the recipe is the user's own
+            fault = f"importing {module_name} failed: {type(error).__name__}: {error}"
+            raise ConfigError(self._message(fault)) from error
+        if not hasattr(module, name):
+            public = [n for n, o in vars(module).items() if self._kind_fault(n, o) is None]
+            guess = suggest(name, public, prefix=f"{module_name}.")
+            raise ConfigError(self._message(f"{module_name} has no {name}{guess}"))
+        target = getattr(module, name)
+        fault = self._kind_fault(name, target)
+        if fault:
+            raise ConfigError(self._message(fault))
+        return target
+
+    def _kind_fault(self, name: str, target: Any) -> str | None:
+        """Judge the object itself, not the name it was found under: an import makes an alias."""
+        if self.permissions.trusts(self.path):
+            return None if callable(target) else f"{self.path} cannot be called"
+        if name.startswith("_"):
+            return f"{self.path} is private"
+        if not (inspect.isclass(target) or inspect.isfunction(target)):
+            fault = "is no class and no builder of these libraries"
+            return f"{self.path} {fault}: --trust {self.path} allows it"
+        home = target.__module__
+        at_home = any(_is_under(home, root) for root in ROOTS)
+        if not at_home and self.permissions.beside_recipe(home):
+            file = getattr(sys.modules.get(home), "__file__", None) or ""
+            at_home = Path(file).resolve().is_relative_to(self.permissions.recipe_folder or file)
+        if at_home and target.__qualname__.isidentifier():
+            return None
+        return f"{self.path} is really {home}.{target.__qualname__}: --trust {self.path} allows it"
+
+    def check(self) -> list[str]:
+        """Return the faults of the arguments, nested components included, by the signatures."""
+        faults: list[str] = []
+        try:
+            parameters = _signature(self.target).parameters
+        except ConfigError as error:
+            return [str(error), *self._nested_faults()]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        known = {
+            n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        }
+        for name in self.arguments:
+            place = at(self.written[name].where if name in self.written else self.where)
+            if name in known:
+                if name == _given_by_recipe(known):
+                    faults.append(f"{self.key}.{name}: the recipe gives it: remove it{place}")
+                    continue
+                try:
+                    self._typed(name, known[name])
+                except (Misfit, ConfigError) as error:
+                    faults.append(f"{self.key}.{name}: {error}{place}")
+            elif not takes_any:
+                elsewhere = torchtune.equivalent_key(f"{self.key}.{name}")
+                guess = elsewhere or suggest(name, known, prefix=f"{self.key}.")
+                faults.append(f"{self.key}.{name}: {self.path} takes no {name}{guess}{place}")
+        for name, parameter in known.items():
+            is_missing = parameter.default is parameter.empty and name not in self.arguments
+            if is_missing and parameter.kind is parameter.KEYWORD_ONLY:
+                repair = f"{self.path} needs it: set {self.key}.{name}=..."
+                faults.append(f"{self.key}.{name}: {repair}{at(self.where)}")
+        return faults + self._nested_faults()
+
+    def build(self, *args: Any, **offered: Any) -> Any:
+        """Call the target with `args` and the config's arguments.
+
+        An offered keyword is passed where the target has a parameter of that name and the config
+        leaves it open.
+        """
+        target = self.target
+        signature = _signature(target)
+        keywords: dict[str, Any] = {}
+        for name in self.arguments:
+            try:
+                keywords[name] = _built(self._typed(name, signature.parameters.get(name)))
+            except Misfit as error:
+                raise ConfigError(f"{self.key}.{name}: {error}{at(self.where)}") from None
+        for name, value in offered.items():
+            if name in signature.parameters:
+                keywords.setdefault(name, value)
+        try:
+            signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise ConfigError(self._message(f"{self.path}: {error}")) from None
+        return target(*args, **keywords)
+
+    def _typed(self, name: str, parameter: inspect.Parameter | None) -> Any:
+        """Return the argument as the parameter's annotation, or its default's type, wants it."""
+        value = self.arguments[name]
+        node = self.written.get(name)
+        if node is None or read_argument(node, f"{self.key}.{name}", self.permissions) != value:
+            node = to_node(value) if _is_plain(value) else None  # the recipe has set it
+        if parameter is None or node is None or isinstance(value, Component):
+            return value
+        annotation: Any = parameter.annotation
+        if annotation is parameter.empty or isinstance(annotation, str):
+            annotation = _type_of_default(parameter.default)
+
+        def by_grammar(inner: Node) -> Any:
+            return read_argument(inner, f"{self.key}.{name}", self.permissions)
+
+        return fit(node, annotation, by_grammar)
+
+    def _nested_faults(self) -> list[str]:
+        return [fault for component in components_in(self.arguments) for fault in component.check()]
+
+    def _message(self, fault: str) -> str:
+        return f"{self.key or self.path}: {fault}{at(self.where)}"
+
+
+def component_of(node: Node, key: str, permissions: Permissions) -> Component:
+    """Return the component of a mapping node; raises Misfit where it names none."""
+    default = DEFAULT_PATHS.get(key)
+    if not isinstance(node, Mapping):
+        raise Misfit("a component is needed: _component_ with its arguments, or a dotted path")
+    named = node.items.get("_component_")
+    if named is None and default is None:
+        raise Misfit("_component_ is not set: name a class or builder by its dotted path")
+    path = default if named is None else scalar_value(named) if isinstance(named, Scalar) else None
+    if not isinstance(path, str):
+        raise Misfit("_component_ is one dotted path, as torch.optim.AdamW")
+    written = {name: child for name, child in node.items.items() if name != "_component_"}
+    arguments = {
+        name: read_argument(child, f"{key}.{name}", permissions) for name, child in written.items()
+    }
+    where = (named or node).where
+    return Component(path, arguments, key, where, permissions, written)
+
+
+def read_argument(node: Node, key: str, permissions: Permissions) -> Any:
+    """Return an argument by the grammar, with a Component wherever a mapping names one."""
+    match node:
+        case Mapping() if "_component_" in node.items:
+            return component_of(node, key, permissions)
+        case Mapping():
+            return {n: read_argument(c, f"{key}.{n}", permissions) for n, c in node.items.items()}
+        case Sequence():
+            return [
+                read_argument(c, f"{key}.{index}", permissions)
+                for index, c in enumerate(node.items)
+            ]
+        case Scalar():
+            return plain(node)
+
+
+def component_node(component: Component) -> Mapping:
+    """Return the node that reads back as the component."""
+    items: dict[str, Node] = {"_component_": Scalar(component.path, quoted=True)}
+    for name, value in component.arguments.items():
+        node = component.written.get(name)
+        same = node is not None and (
+            read_argument(node, f"{component.key}.{name}", component.permissions) == value
+        )
+        items[name] = node if node is not None and same else value_node(value)
+    return Mapping(items)
+
+
+def value_node(value: Any) -> Node:
+    """Return the node that reads back as a config value."""
+    if isinstance(value, Component):
+        return component_node(value)
+    if isinstance(value, dict):
+        return Mapping({str(name): value_node(item) for name, item in value.items()})
+    if isinstance(value, list | tuple):
+        return Sequence([value_node(item) for item in value])
+    return to_node(value)
+
+
+def path_fault(path: str, permissions: Permissions) -> str | None:
+    """Return what is wrong with a component's path as far as the text tells, without an import."""
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return f"{path} is not a dotted path as torch.optim.AdamW"
+    if permissions.allows(path):
+        return None
+    if parts[0] == "torchtune":
+        return f"{path}: {torchtune.equivalent_component(path)}"
+    return (
+        f"{path} is outside what a config may name ({_ROOTS_IN_WORDS}):"
+        f" --trust {path} allows it if you know its code"
+    )
+
+
+def _signature(target: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(target, eval_str=True)
+    except (NameError, TypeError, AttributeError):  # annotations that only a type checker resolves
+        return inspect.signature(target)
+
+
+def _given_by_recipe(parameters: dict[str, inspect.Parameter]) -> str | None:
+    """Return the leading parameter without a default: params of an optimizer, say."""
+    first = next(iter(parameters.values()), None)
+    if first is None or first.kind is first.KEYWORD_ONLY or first.default is not first.empty:
+        return None
+    return first.name
+
+
+def _type_of_default(default: Any) -> Any:
+    """Return the type that an argument without an annotation probably has."""
+    if default is inspect.Parameter.empty or default is None:
+        return Any
+    if type(default) is int:
+        return int | float
+    return type(default) if isinstance(default, bool | float | str | list | tuple | dict) else Any
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def components_in(value: Any, *, nested: bool = False) -> Iterator[Component]:
+    """Yield the components in a config value, on request those in their arguments too."""
+    if isinstance(value, Component):
+        yield value
+        if nested:
+            yield from components_in(value.arguments, nested=True)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from components_in(item, nested=nested)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from components_in(item, nested=nested)
+
+
+def _built(value: Any) -> Any:
+    """Return the value with every component in it built."""
+    if isinstance(value, Component):
+        return value.build()
+    if isinstance(value, dict):
+        return {name: _built(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_built(item) for item in value)
+    return value
