@@ -1,4 +1,4 @@
-"""Data: rows of files to samples with label masks, samples to packed batches in a reproducible order."""
+"""Data: rows of files to samples with label masks, samples to batches in a reproducible order."""
 
 from solotune.data.batch import IGNORED, Batch, accumulation_groups, collate
 from solotune.data.dataset import build_samples, dataset

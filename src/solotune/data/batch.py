@@ -17,9 +17,10 @@ IGNORED = -100  # label of a position without a target
 class Batch:
     """A micro-batch, on one device except for `host_segments_BM`.
 
-    `labels_BS[b, s]` is the token that position s predicts, -100 where it predicts none. `positions_BS` restart at each
-    segment. `segments_BM` are the lengths of the segments of each row, zero-padded; what follows them in the row is
-    filler. `target_rows_T` are the flat positions b * S + s with a target.
+    `labels_BS[b, s]` is the token that position s predicts, -100 where it predicts none.
+    `positions_BS` restart at each segment. `segments_BM` are the lengths of the segments of each
+    row, zero-padded; what follows them in the row is filler. `target_rows_T` are the flat positions
+    b * S + s with a target.
     """
 
     tokens_BS: Tensor  # int64
@@ -33,10 +34,10 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`. To a card through pinned memory, without waiting for the copy."""
-        device = torch.device(device)
-        if device.type == "cpu":
+        kind = torch.device(device).type
+        if kind == "cpu":
             return self
-        pin = device.type == "cuda"
+        pin = kind == "cuda"
         moved = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -57,7 +58,8 @@ def collate(
 ) -> Batch:
     """A Batch of rows, each a list of (tokens, trained) segments laid one after the other.
 
-    Labels are shifted here: the last position of a segment never predicts the first token of the next one.
+    Labels are shifted here: the last position of a segment never predicts the first token of the
+    next one.
     """
     shape = (len(rows), row_length)
     tokens_BS, labels_BS = np.full(shape, filler_token, np.int64), np.full(shape, IGNORED, np.int64)
@@ -87,7 +89,7 @@ def collate(
 
 
 def accumulation_groups(batches: Iterable[Batch], n: int) -> Iterator[list[Batch]]:
-    """The batches in lists of `n`; the last list of an epoch may be shorter and is a step of its own."""
+    """The batches in lists of `n`; the last list may be shorter and is a step of its own."""
     group: list[Batch] = []
     for batch in batches:
         group.append(batch)

@@ -1,4 +1,4 @@
-"""One conversation as the samples it is trained on: renderings and the character spans with targets."""
+"""One conversation as the samples it is trained on: renderings and their trained spans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,9 +30,10 @@ def chat_samples(
 ) -> list[ChatSample]:
     """The samples of one conversation.
 
-    One sample where every trained turn stands in the full rendering as inference would have seen it, that is where
-    the rendering up to the turn opens the full one. Where the template rewrites earlier turns, one sample for each
-    trained turn, unless `history` is `as_rendered`. Raises DataError where a turn or its reasoning is not rendered.
+    One sample where every trained turn stands in the full rendering as inference would have seen
+    it, that is where the rendering up to the turn opens the full one. Where the template rewrites
+    earlier turns, one sample for each trained turn, unless `history` is `as_rendered`. Raises
+    DataError where a turn or its reasoning is not rendered.
     """
     messages, tools = conversation.messages, conversation.tools
     full = template.render_turns(messages, tools=tools)
@@ -76,16 +77,16 @@ def _turn(template: ChatTemplate, rendering: Rendering, message: int) -> Turn:
         if turn.message == message:
             return turn
     raise DataError(
-        f"{template.name} does not render the text of message {message} (assistant): repair the template or give the "
-        "message weight 0"
+        f"{template.name} does not render the text of message {message} (assistant): repair the "
+        "template or give the message weight 0"
     )
 
 
 def _check_reasoning(template: ChatTemplate, turn: Turn) -> None:
     if turn.lost_reasoning:
         raise DataError(
-            f"{template.name} does not render the reasoning (reasoning_content) of message {turn.message}: remove it "
-            "from the row or use a template that writes it"
+            f"{template.name} does not render the reasoning (reasoning_content) of message "
+            f"{turn.message}: remove it from the row or use a template that writes it"
         )
 
 

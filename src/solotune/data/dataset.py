@@ -1,4 +1,4 @@
-"""Rows of a file as samples: formats, chat templates, label masks, and the count of everything that was left out."""
+"""Rows of a file as samples: label masks, and a count of everything that was left out."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,10 +43,11 @@ def dataset(
 ) -> SampleSet:
     """Samples from a json, jsonl, csv or parquet file.
 
-    `format` is detected from the columns of the first row where it is None; `column_map` gives the file's name for
-    each of our column names. Trained are the assistant turns and their terminators (`train_on`: all | last), with
-    `train_on_input` all tokens. `history`: per_turn | as_rendered, for templates that rewrite earlier turns.
-    `on_bad_row`: stop | skip. `max_rows`: the first rows only. Raises DataError with file, row and reason.
+    `format` is detected from the columns of the first row where it is None; `column_map` gives the
+    file's name for each of our column names. Trained are the assistant turns and their terminators
+    (`train_on`: all | last), with `train_on_input` all tokens. `history`: per_turn | as_rendered,
+    for templates that rewrite earlier turns. `on_bad_row`: stop | skip. `max_rows`: the first rows
+    only. Raises DataError with file, row and reason.
     """
     return build_samples(
         tokenizer,
@@ -121,8 +122,8 @@ def build_samples(
     if not len(samples):
         skipped = "".join(f"; {note}" for note in report.notes)
         raise DataError(
-            f"{source} leaves nothing to train on: {report.rows} rows, {report.rows_unreadable} unreadable, "
-            f"{report.rows_skipped} without a target{skipped}"
+            f"{source} leaves nothing to train on: {report.rows} rows, {report.rows_unreadable} "
+            f"unreadable, {report.rows_skipped} without a target{skipped}"
         )
     if tokenizer.template is not None and report.format != "text":
         report.notes += _template_notes(tokenizer)
@@ -199,7 +200,7 @@ def _drafts(
 
 
 def _without_own_eos(text: str, tokenizer: Tokenizer) -> str:
-    """A text row without the EOS (and BOS) that the file itself spells at its ends; the real tokens are added."""
+    """A text row without the EOS and BOS that it spells at its ends; the real tokens are added."""
     eos, bos = tokenizer.token_text(tokenizer.eos_id), tokenizer.token_text(tokenizer.bos_id)
     text = text.removesuffix(eos) if eos else text
     return text.removeprefix(bos) if bos and tokenizer.adds_bos else text
@@ -208,7 +209,7 @@ def _without_own_eos(text: str, tokenizer: Tokenizer) -> str:
 def _encode(
     tokenizer: Tokenizer, drafts: list[_Draft], writer: SampleWriter, report: Report
 ) -> None:
-    """Encode, add BOS and EOS where wanted, cut at max_seq_len, leave out samples without a target."""
+    """Encode, add BOS and EOS, cut at max_seq_len, leave out samples without a target."""
     for draft, encoded in zip(
         drafts, tokenizer.encode_renderings([d.rendering for d in drafts]), strict=True
     ):
@@ -231,12 +232,11 @@ def _encode(
 
 def _template_notes(tokenizer: Tokenizer) -> list[str]:
     template = tokenizer.require_template()
-    notes = [
-        f"assistant turns end with {template.terminator or 'EOS, added once, as the chat template ends none'}"
-    ]
+    terminator = template.terminator or "EOS, added once, as the chat template ends none"
+    notes = [f"assistant turns end with {terminator}"]
     if "strftime_now" in template.source and "date_string" not in template.variables:
         notes.append(
-            "the chat template writes the date of today: set tokenizer.chat_template_kwargs.date_string to get the "
-            "same tokens tomorrow"
+            "the chat template writes the date of today: set "
+            "tokenizer.chat_template_kwargs.date_string to get the same tokens tomorrow"
         )
     return notes

@@ -18,7 +18,7 @@ _LONGEST_FIELD = 2**31 - 1  # characters of one csv field; the standard library 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: `place` as a person finds it (`chats.jsonl, line 3`), its columns, or the reason why it has none."""
+    """One row: its `place` (`chats.jsonl, line 3`), its columns, or the `fault` why it has none."""
 
     place: str
     columns: dict[str, Any] = field(default_factory=dict)
@@ -26,18 +26,19 @@ class Row:
 
 
 def read_rows(source: str | Path) -> Iterator[Row]:
-    """The rows of a json, jsonl, csv or parquet file in order; rows that cannot be parsed carry a `fault`.
+    """The rows of a json, jsonl, csv or parquet file; those that cannot be parsed carry a `fault`.
 
     Lines and rows count from 1. Raises DataError where the file as a whole cannot be read.
     """
     path = Path(source).expanduser()
     if not path.exists():
         raise DataError(
-            f"dataset source {source}: no such file; give the path of a json, jsonl, csv or parquet file"
+            f"dataset source {source}: no such file; give the path of a json, jsonl, csv or "
+            "parquet file"
         )
     if path.suffix not in _SUFFIXES or path.is_dir():
         raise DataError(
-            f"dataset source {source}: not a {', '.join(_SUFFIXES)} file; convert it to one of these"
+            f"dataset source {source}: not a {', '.join(_SUFFIXES)} file; convert it to one of them"
         )
     try:
         if path.suffix == ".parquet":
@@ -53,7 +54,7 @@ def read_rows(source: str | Path) -> Iterator[Row]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Line numbers and lines without a byte order mark; lines end at LF only, as U+2028 may stand inside a text."""
+    """Numbered lines, without a byte order mark; they end at LF only: a text may hold U+2028."""
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -61,7 +62,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{path}, line {number}: not UTF-8 at byte {offset + error.start} of the file; save it as UTF-8"
+                    f"{path}, line {number}: not UTF-8 at byte {offset + error.start} of the file; "
+                    "save it as UTF-8"
                 ) from None
             offset += len(line)
             yield number, text

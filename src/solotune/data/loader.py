@@ -1,7 +1,8 @@
 """Batches of one epoch in an order that depends on (seed, epoch) alone.
 
-The lengths decide which shapes an epoch has, once; each epoch then draws which sample of a length takes which place
-and the order of the batches. So all epochs have the same number of batches, tokens and targets.
+The lengths decide which shapes an epoch has, once; each epoch then draws which sample of a length
+takes which place and the order of the batches. So all epochs have the same number of batches,
+tokens and targets.
 
 N samples, P rows (packs) of an epoch.
 """
@@ -58,7 +59,7 @@ class Loader:
             yield collate(segments, row_length=row_length, max_segments=self.max_segments)
 
     def plan(self, number: int) -> list[list[np.ndarray]]:
-        """The samples of each row of each batch of an epoch. The batch that needs the most memory is the first."""
+        """The samples of each row of each batch; the batch that needs the most memory is first."""
         random = np.random.default_rng([self.seed, number])
         indexes = (
             random.permutation(len(self.samples)) if self.shuffle else np.arange(len(self.samples))
@@ -80,7 +81,7 @@ class Loader:
         return [batches[first], *batches[:first], *batches[first + 1 :]]
 
     def _cost(self, batch: list[np.ndarray]) -> tuple[int, int, int]:
-        """What decides the memory of a batch: its size with filler, its longest segment, its targets."""
+        """What a batch costs in memory: its size with filler, longest segment, targets."""
         longest_row = max(int(self._lengths_N[row].sum()) for row in batch)
         segment = max(int(self._lengths_N[row].max()) for row in batch)
         targets = sum(int(self._targets_N[row].sum()) for row in batch)
@@ -98,9 +99,9 @@ def make_loader(
 ) -> Loader:
     """A Loader of batches of `batch_size` rows.
 
-    Packed rows hold `max_seq_len` tokens of several samples; unpacked rows hold one sample, grouped by length and
-    filled to the longest of their batch. `packed` None takes the wish of the data set. Raises ConfigError for sizes
-    that cannot be, DataError for a data set without samples.
+    Packed rows hold `max_seq_len` tokens of several samples; unpacked rows hold one sample, grouped
+    by length and filled to the longest of their batch. `packed` None takes the wish of the data
+    set. Raises ConfigError for sizes that cannot be, DataError for a data set without samples.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}: use 1 or more")
@@ -109,7 +110,8 @@ def make_loader(
     longest = int(samples.lengths_N.max())
     if longest > max_seq_len:
         raise ConfigError(
-            f"max_seq_len={max_seq_len} is below the longest sample of {samples.name}, {longest} tokens"
+            f"max_seq_len={max_seq_len} is below the {longest} tokens of the longest sample of "
+            f"{samples.name}"
         )
     return Loader(
         samples,

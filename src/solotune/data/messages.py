@@ -1,12 +1,13 @@
 """Rows of the known formats, as conversations or as text.
 
-| format        | columns                                   | becomes                                  |
-|---------------|-------------------------------------------|------------------------------------------|
-| messages      | messages: [{role, content, ...}], tools?  | the conversation                         |
-| conversations | conversations: [{from, value}], system?   | the conversation                         |
-| prompt        | prompt, completion                        | one user and one assistant message       |
-| instruction   | instruction, input?, output, system?      | the same; input after an empty line      |
-| text          | text                                      | text as it stands                        |
+| format        | columns                              | becomes                               |
+|---------------|--------------------------------------|---------------------------------------|
+| messages      | messages [{role, content}], tools?   | the conversation                      |
+| conversations | conversations [{from, value}],       | the conversation                      |
+|               | system?, tools?                      |                                       |
+| prompt        | prompt, completion                   | one user and one assistant message    |
+| instruction   | instruction, input?, output, system? | the same; input after an empty line   |
+| text          | text                                 | text as it stands                     |
 """
 
 import json
@@ -53,14 +54,14 @@ class Conversation:
 
 
 def detect_format(columns: Mapping[str, Any], place: str) -> str:
-    """The name of the format whose columns a row has. Raises DataError that lists what was wanted and found."""
+    """The format whose columns a row has. Raises DataError that lists what was wanted and found."""
     for name, wanted in FORMATS.items():
         if all(column in columns for column in wanted):
             return name
     known = "; ".join(f"{name}: {', '.join(wanted)}" for name, wanted in FORMATS.items())
     raise DataError(
-        f"{place}: no known format has the columns {sorted(columns)} (wanted {known}): name yours with "
-        "dataset.column_map"
+        f"{place}: no known format has the columns {sorted(columns)} (wanted {known}): name yours "
+        "with dataset.column_map"
     )
 
 
@@ -73,12 +74,12 @@ def rename_columns(columns: Mapping[str, Any], column_map: Mapping[str, str]) ->
 
 
 def parse_row(columns: Mapping[str, Any], format: str) -> Conversation | str:
-    """A row as a conversation, or as text for the format `text`. Raises DataError without the row's place."""
+    """A row as a conversation, or as text (format `text`). Raises DataError with the reason."""
     missing = [column for column in FORMATS[format] if columns.get(column) is None]
     if missing:
         raise DataError(
-            f"format {format} wants the column {' and '.join(missing)}, found {sorted(columns)}: set dataset.format or "
-            "dataset.column_map"
+            f"format {format} wants the column {' and '.join(missing)}, found {sorted(columns)}: "
+            "set dataset.format or dataset.column_map"
         )
     if format == "text":
         return _text(columns, "text")
@@ -126,8 +127,8 @@ def _conversation(opening: list[Message], given: Any, tools: Any) -> Conversatio
         role = _ROLE_NAMES.get(str(spelled[number]).lower())
         if role is None:
             raise DataError(
-                f"message {number} has the role {spelled[number]!r}, of the roles {spelled}: use one of "
-                f"{', '.join(sorted(_ROLE_NAMES))}"
+                f"message {number} has the role {spelled[number]!r}, of the roles {spelled}: use "
+                f"one of {', '.join(sorted(_ROLE_NAMES))}"
             )
         weight = message.get("weight")
         if weight not in (None, 0, 1):
@@ -138,7 +139,7 @@ def _conversation(opening: list[Message], given: Any, tools: Any) -> Conversatio
 
 
 def _message(given: Mapping[str, Any], role: str, number: int) -> Message:
-    """The message with our key names; keys without a value are left out, as Hugging Face does before it renders."""
+    """The message with our key names; keys without a value are left out, as Hugging Face does."""
     message = {
         key: value
         for key, value in given.items()
@@ -176,7 +177,7 @@ def _content(value: Any, number: int) -> str | None:
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    """The call with arguments as an object: templates write them with `tojson`, which would quote a text once more."""
+    """The call with arguments as an object: `tojson` in a template would quote a text again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"message {number} has a tool call without a function name")

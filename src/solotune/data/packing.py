@@ -6,9 +6,9 @@ import numpy as np
 def best_fit(lengths_N: np.ndarray, *, capacity: int) -> np.ndarray:
     """The pack of each sample, for `lengths_N` in descending order and all at most `capacity`.
 
-    Each sample goes into the open pack with the least room that still holds it. The packs with a certain room left
-    are a stack, and one integer has the bit r set where the stack of room r is not empty, so that the best fit is
-    the lowest set bit from the length on.
+    Each sample goes into the open pack with the least room that still holds it. The packs with a
+    certain room left are a stack, and one integer has the bit r set where the stack of room r is
+    not empty, so that the best fit is the lowest set bit from the length on.
     """
     packs_N = np.empty(len(lengths_N), np.int64)
     open_packs: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Instruct rows from the docstrings of the running Python's standard library: real English without a download."""
+"""Instruct rows from docstrings of Python's standard library: real English, no download."""
 
 import importlib
 import inspect
@@ -15,20 +15,23 @@ from solotune.tokenizers import Tokenizer
 
 # Modules that import everywhere and without side effects.
 MODULES = """
-abc argparse array ast asyncio base64 bdb binascii bisect builtins bz2 calendar cmath cmd code codecs codeop collections
-collections.abc colorsys compileall concurrent.futures configparser contextlib contextvars copy copyreg csv ctypes
-dataclasses datetime decimal difflib dis doctest email email.header email.message email.policy email.utils enum errno
-fileinput filecmp fnmatch fractions ftplib functools gc getopt getpass gettext glob graphlib gzip hashlib heapq hmac html
-html.parser http http.client http.cookies http.server imaplib importlib importlib.metadata importlib.resources
-importlib.util inspect io ipaddress itertools json keyword linecache locale logging logging.handlers lzma mailbox
-marshal math mimetypes multiprocessing netrc numbers operator optparse os os.path pathlib pdb pickle pickletools
-pkgutil platform plistlib poplib pprint profile pstats pyclbr py_compile queue quopri random re reprlib rlcompleter
-runpy sched secrets selectors shelve shlex shutil signal site smtplib socket socketserver sqlite3 ssl stat statistics
-string stringprep struct subprocess symtable sys sysconfig tabnanny tarfile tempfile textwrap threading time timeit
-token tokenize trace traceback tracemalloc types typing unicodedata unittest unittest.mock urllib.error urllib.parse
-urllib.request urllib.robotparser uuid venv warnings wave weakref webbrowser wsgiref.headers wsgiref.util xml.dom.minidom
+abc argparse array ast asyncio base64 bdb binascii bisect builtins bz2 calendar cmath cmd code
+codecs codeop collections collections.abc colorsys compileall concurrent.futures configparser
+contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib dis doctest
+email email.header email.message email.policy email.utils enum errno fileinput filecmp fnmatch
+fractions ftplib functools gc getopt getpass gettext glob graphlib gzip hashlib heapq hmac html
+html.parser http http.client http.cookies http.server imaplib importlib importlib.metadata
+importlib.resources importlib.util inspect io ipaddress itertools json keyword linecache locale
+logging logging.handlers lzma mailbox marshal math mimetypes multiprocessing netrc numbers
+operator optparse os os.path pathlib pdb pickle pickletools pkgutil platform plistlib poplib
+pprint profile pstats pyclbr py_compile queue quopri random re reprlib rlcompleter runpy sched
+secrets selectors shelve shlex shutil signal site smtplib socket socketserver sqlite3 ssl stat
+statistics string stringprep struct subprocess symtable sys sysconfig tabnanny tarfile tempfile
+textwrap threading time timeit token tokenize trace traceback tracemalloc types typing unicodedata
+unittest unittest.mock urllib.error urllib.parse urllib.request urllib.robotparser uuid venv
+warnings wave weakref webbrowser wsgiref.headers wsgiref.util xml.dom.minidom
 xml.etree.ElementTree xml.sax.saxutils xmlrpc.client zipapp zipfile zipimport zlib zoneinfo
-""".split()
+"""
 
 _PHRASINGS = (
     "What does `{name}` do in Python?",
@@ -51,7 +54,7 @@ def pydoc_dataset(
     max_rows: int | None = None,
     train_on_input: bool = False,
 ) -> SampleSet:
-    """Questions about functions, classes and methods of the standard library, answered by their docstrings.
+    """Questions about the functions, classes and methods of Python's standard library.
 
     `split`: train | validation | all; one row in twenty, by the hash of its answer, is for validation. The rows and
     their order depend on the Python version alone.
@@ -85,9 +88,9 @@ def _rows(split: str) -> Iterator[Row]:
 
 
 def _things() -> Iterator[tuple[str, str, Any]]:
-    """(qualified name, kind, object) of each public function, class and method, modules in the order of the list."""
+    """(qualified name, kind, object) of each public function, class and method by module."""
     seen: set[int] = set()
-    for module_name in MODULES:
+    for module_name in MODULES.split():
         try:
             module = importlib.import_module(module_name)
         except ImportError:  # built without it (sqlite3, lzma), or removed since
@@ -125,7 +128,7 @@ def _is_public(module: ModuleType, name: str) -> bool:
 
 
 def _answer(thing: Any) -> str | None:
-    """The first paragraphs of a docstring that are sentences, each on one line; None where there are none."""
+    """The first paragraphs of a docstring that are sentences, each on one line, or None."""
     doc = inspect.getdoc(thing) if isinstance(getattr(thing, "__doc__", None), str) else None
     kept: list[str] = []
     for paragraph in re.split(r"\n\s*\n", doc or ""):

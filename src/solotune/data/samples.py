@@ -31,10 +31,11 @@ class Report:
 
 
 class SampleSet:
-    """Samples with their trained tokens, read by index; `packed` is the wish of the config for the loader.
+    """Samples with their trained tokens, read by index; `packed` is a wish to the loader.
 
-    `tokens_T` int32 and `trained_T` uint8 hold all samples one after the other, sample i from `starts_N1[i]` to
-    `starts_N1[i + 1]`; `rows_N` uint64 is a hash of the row that a sample comes from.
+    `tokens_T` int32 and `trained_T` uint8 hold all samples one after the other, sample i from
+    `starts_N1[i]` to `starts_N1[i + 1]`; `lengths_N` and `targets_N` count the tokens and targets
+    of each; `rows_N` uint64 is a hash of the row that a sample comes from.
     """
 
     def __init__(
@@ -55,6 +56,10 @@ class SampleSet:
             rows_N,
         )
         self.report, self.packed, self.name = report, packed, name
+        self.lengths_N = np.diff(starts_N1)
+        # targets are the trained tokens, but not the first of a sample: nothing predicts it
+        counts_T1 = np.concatenate([[0], np.cumsum(trained_T, dtype=np.int64)])
+        self.targets_N = np.diff(counts_T1[starts_N1]) - trained_T[starts_N1[:-1]]
 
     def __len__(self) -> int:
         return len(self.rows_N)
@@ -65,21 +70,6 @@ class SampleSet:
             raise IndexError(index)
         span = slice(self.starts_N1[index], self.starts_N1[index + 1])
         return self.tokens_T[span], self.trained_T[span]
-
-    @property
-    def lengths_N(self) -> np.ndarray:
-        """Tokens of each sample."""
-        return np.diff(self.starts_N1)
-
-    @property
-    def targets_N(self) -> np.ndarray:
-        """Targets of each sample: its trained tokens, except the first one, which nothing predicts."""
-        running = np.concatenate([[0], np.cumsum(self.trained_T, dtype=np.int64)])
-        return (
-            running[self.starts_N1[1:]]
-            - running[self.starts_N1[:-1]]
-            - self.trained_T[self.starts_N1[:-1]]
-        )
 
     @property
     def num_tokens(self) -> int:
@@ -120,13 +110,17 @@ class SampleSet:
         share = 100 * self.num_targets / max(self.num_tokens, 1)
         lines = [
             f"{self.name}: {report.source}, format {report.format}, {report.rows} rows",
-            f"{self.name}: {len(self)} samples, {self.num_tokens} tokens, {self.num_targets} targets ({share:.1f} %)",
-            f"{self.name}: {report.rows_cut} rows cut at max_seq_len, {report.rows_skipped} skipped without a target",
+            f"{self.name}: {len(self)} samples, {self.num_tokens} tokens, {self.num_targets} "
+            f"targets ({share:.1f} %)",
+            f"{self.name}: {report.rows_cut} rows cut at max_seq_len, {report.rows_skipped} "
+            "skipped without a target",
         ]
         counted = {
             "rows skipped that could not be read": report.rows_unreadable,
             "turns whose reasoning the chat template leaves out": report.reasoning_lost,
-            "trained turns without a terminator, as the chat template writes none": report.turns_without_terminator,
+            "trained turns to which the chat template writes no terminator": (
+                report.turns_without_terminator
+            ),
             "control tokens spelled inside texts, taken as plain text": report.plain_controls,
             "messages whose text the chat template does not show": report.messages_not_rendered,
         }
@@ -176,17 +170,17 @@ def row_hash(*parts: str) -> int:
 def split_validation(
     samples: SampleSet, *, fraction: float, max_rows: int = 256
 ) -> tuple[SampleSet, SampleSet]:
-    """(training, validation) samples: a row goes by the hash of its content, so equal rows stay on one side.
+    """(training, validation): a row goes by the hash of its content, so equal rows stay together.
 
-    About `fraction` of the rows, at least one and at most `max_rows`; a row keeps its side when others come or go,
-    within these bounds. Samples of one row stay together.
+    About `fraction` of the rows, at least one and at most `max_rows`; a row keeps its side when
+    others come or go, within these bounds. Samples of one row stay together.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"val_fraction={fraction}: use a number above 0 and below 1")
     rows = np.unique(samples.rows_N)
     if len(rows) < 2:
         raise ConfigError(
-            f"val_fraction={fraction} needs two different rows, found {len(rows)}: set val_fraction to 0"
+            f"val_fraction={fraction} needs two different rows, found {len(rows)}: set it to 0"
         )
     wanted = int(np.searchsorted(rows, np.uint64(int(fraction * 2**64))))
     chosen = rows[: min(max(wanted, 1), max_rows, len(rows) - 1)]

@@ -1,9 +1,10 @@
-"""Chat templates: rendered as Hugging Face renders them, with the place of every assistant turn in the result.
+"""Chat templates: rendered as Hugging Face does, with the place of every assistant turn.
 
-The place is found in one full rendering. The same conversation is rendered twice: once as it is, once with
-marks around the texts of its assistant turns and around control tokens that message texts happen to contain.
-The second rendering without its marks must equal the first, otherwise other mark positions are tried and in the
-end an error is raised. Marks are Unicode noncharacters (U+FDD0..U+FDEF), which no text may hold.
+The place is found in one full rendering. The same conversation is rendered twice: once as it is,
+once with marks around the texts of its assistant turns and around control tokens that message texts
+happen to contain. The second rendering without its marks must equal the first, otherwise other mark
+positions are tried and in the end an error is raised. Marks are Unicode noncharacters
+(U+FDD0..U+FDEF), which no text may hold.
 """
 
 import json
@@ -12,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from solotune.errors import ConfigError, DataError
@@ -36,7 +38,7 @@ _THINK = re.compile(r"</?think>")
 
 
 def number_mark(kind: str, number: int) -> str:
-    """`number` as a run of noncharacters that opens with `kind`; unique, and no tokenizer or template touches it."""
+    """`number` as noncharacters that open with `kind`: unique, and no template touches it."""
     return kind + "".join(chr(0xFDD0 + int(digit, 16)) for digit in f"{number:x}") + _END
 
 
@@ -66,9 +68,9 @@ class Rendering:
 class ChatTemplate:
     """A chat template in jinja2's sandbox.
 
-    `variables` are what Hugging Face offers every template (`bos_token`, `eos_token`, ...), `control_tokens` the texts
-    of the special tokens, `turn_enders` those of them that are known to end a turn, `kwargs` the user's
-    `chat_template_kwargs`.
+    `variables` are what Hugging Face offers every template (`bos_token`, `eos_token`, ...),
+    `control_tokens` the texts of the special tokens, `turn_enders` those of them that are known to
+    end a turn, `kwargs` the user's `chat_template_kwargs`.
     """
 
     def __init__(
@@ -93,8 +95,8 @@ class ChatTemplate:
             self._marked = _environment(_MarkedGeneration).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                f"{name}, line {error.lineno}: {error.message}; repair the chat template or choose another "
-                "with tokenizer.chat_template"
+                f"{name}, line {error.lineno}: {error.message}; repair the chat template or choose "
+                "another with tokenizer.chat_template"
             ) from None
 
     def render(
@@ -104,7 +106,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as one text. Raises DataError with the template's own words where it refuses."""
+        """The conversation as one text. Raises DataError with the words of a refusing template."""
         return self._run(self._plain, messages, tools, add_generation_prompt)
 
     def render_turns(
@@ -114,15 +116,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> Rendering:
-        """The conversation as one text, with its assistant turns and its plain-text control tokens located."""
+        """The conversation as one text, with its assistant turns and `plain` spans located."""
         text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         for marked_messages, marked_tools, pieces in self._mark_variants(messages, tools):
             marked = self._run(self._marked, marked_messages, marked_tools, add_generation_prompt)
             if _MARK.sub("", marked) == text:
                 return self._locate(text, _read_marks(marked), pieces)
         raise DataError(
-            f"{self.name} changes the texts of a conversation, so that its assistant turns cannot be found in the "
-            "rendering: put {% generation %} ... {% endgeneration %} around them in the template"
+            f"{self.name} changes the texts of a conversation, so that its assistant turns cannot "
+            "be found in the rendering: put {% generation %} ... {% endgeneration %} around them"
         )
 
     @cached_property
@@ -167,8 +169,9 @@ class ChatTemplate:
     ) -> Iterator[tuple[list[Message], Any, list["_Piece"]]]:
         """Marked copies of the conversation, the most telling mark positions first.
 
-        A template may strip a text, so a mark stands either outside or inside the white space at each end; it may
-        look at the first characters (`content.startswith('<think>')`), so the outer marks are left out in the end.
+        A template may strip a text, so a mark stands either outside or inside the white space at
+        each end; it may look at the first characters (`content.startswith('<think>')`), so the
+        outer marks are left out in the end.
         """
         texts = [text for message in messages for text in _assistant_texts(message)]
         opens = (False, True) if any(text != text.lstrip() for text in texts) else (False,)
@@ -203,7 +206,7 @@ class ChatTemplate:
             for start, end, kind in spans:
                 number = len(pieces)
                 pieces.append(_Piece(message, kind))
-                # At one position closing marks come before opening ones; earlier spans are the outer ones.
+                # at one position closing marks come first; earlier spans are the outer ones
                 inserts.append((start, number + 1, number_mark(_OPEN, number)))
                 inserts.append((end, -number - 1, number_mark(_CLOSE, number)))
             parts, done = [], 0
@@ -318,9 +321,10 @@ class ChatTemplate:
         return Rendering(text, tuple(turns), tuple(plain))
 
     def _after_header(self, text: str, *, previous: int, before: int) -> int:
-        """Where a turn starts that opens with reasoning or a call, whose markup (`<think>`) the model must write itself.
+        """Where a turn starts that opens with reasoning or a call.
 
-        That is after the generation prompt, or as much of it as stands before the turn.
+        The model must write their markup (`<think>`) itself, so the turn starts after the
+        generation prompt, or as much of it as stands there.
         """
         prompt = self.generation_prompt
         for length in range(len(prompt), 0, -1):
@@ -339,7 +343,7 @@ class ChatTemplate:
         *,
         skip_unknown: bool,
     ) -> re.Match | None:
-        """The control token that ends a turn: inside its end (a generation block may hold it), or the next after it."""
+        """The control token that ends a turn: the last in it (generation block) or the next."""
         inside = [
             match
             for match in controls
@@ -394,8 +398,8 @@ def _read_marks(marked: str) -> list[_Mark]:
 class _UnmarkedGeneration(jinja2.ext.Extension):
     """`{% generation %}` as a block that shows its body."""
 
-    tags = {"generation"}
-    marks = ("", "")
+    tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+    marks: ClassVar[tuple[str, str]] = ("", "")
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -411,7 +415,7 @@ class _MarkedGeneration(_UnmarkedGeneration):
 
 
 def _environment(generation: type[jinja2.ext.Extension]) -> ImmutableSandboxedEnvironment:
-    """jinja2 as Hugging Face sets it up: block trimming, loop controls, unescaped `tojson`, two helper functions."""
+    """jinja2 as Hugging Face sets it up: block trimming, loop controls, unescaped `tojson`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[generation, jinja2.ext.loopcontrols]
     )

@@ -1,8 +1,8 @@
-"""A tokenizer.json with its special tokens and chat template; text to token ids, and which of them are trained.
+"""A tokenizer.json with its special tokens and chat template; which tokens are trained.
 
-Control tokens in a text are plain text unless a template wrote them. So the tokenizer that encodes is a copy of the
-file whose special tokens are spelled with noncharacters: what a template wrote is respelled before encoding, and what
-a user typed then matches nothing.
+Control tokens in a text are plain text unless a template wrote them. So the tokenizer that encodes
+is a copy of the file whose special tokens are spelled with noncharacters: what a template wrote is
+respelled before encoding, and what a user typed then matches nothing.
 """
 
 import json
@@ -41,8 +41,9 @@ _FILES = (
 class Tokenizer:
     """Encodes and decodes with one tokenizer.json.
 
-    `bos_id` and `eos_id` are None where the model has none; `adds_bos` says whether the file itself puts BOS before a
-    text; `max_seq_len` is in tokens; `template` is None for a base model without one.
+    `bos_id` and `eos_id` are None where the model has none; `adds_bos` says whether the file itself
+    puts BOS before a text; `max_seq_len` is in tokens; `template` is None for a base model without
+    one.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class Tokenizer:
         self.max_seq_len = max_seq_len
         if not (folder / "tokenizer.json").is_file():
             raise CheckpointError(
-                f"{folder} holds no tokenizer.json: set checkpoint_dir or tokenizer.path to a folder that does"
+                f"{folder} holds no tokenizer.json: set checkpoint_dir or tokenizer.path to a "
+                "folder that does"
             )
         definition = _read_json(folder / "tokenizer.json")
         config = _read_json(folder / "special_tokens_map.json") | _read_json(
@@ -139,14 +141,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a rendered conversation, by default as a prompt for the next assistant turn."""
+        """Token ids of a rendered conversation, by default as a prompt for an assistant turn."""
         rendering = self.require_template().render_turns(
             messages, tools=tools, add_generation_prompt=add_generation_prompt
         )
         return self.encode_renderings([rendering])[0].ids
 
     def encode_renderings(self, renderings: Sequence[Rendering]) -> list["EncodedText"]:
-        """Encode many renderings at once; control tokens that a template wrote become their ids, others plain text."""
+        """Encode many renderings at once; control tokens outside their `plain` spans become ids."""
         guarded = [self._guard(rendering) for rendering in renderings]
         encodings = self._guarded.encode_batch(
             [text for text, _ in guarded], add_special_tokens=False
@@ -157,7 +159,7 @@ class Tokenizer:
         ]
 
     def stop_ids(self) -> list[int]:
-        """Ids that end a generated turn: the template's terminator, EOS, and those of generation_config.json."""
+        """Ids that end a turn: the template's terminator, EOS, those of generation_config.json."""
         ids = set(self._eos_ids)
         if self.eos_id is not None:
             ids.add(self.eos_id)
@@ -177,8 +179,8 @@ class Tokenizer:
         """The chat template. Raises ConfigError with the repair where the model has none."""
         if self.template is None:
             raise ConfigError(
-                f"{self.folder} has no chat template (a base model): set tokenizer.chat_template to chatml or to the "
-                "path of a .jinja file"
+                f"{self.folder} has no chat template (a base model): set tokenizer.chat_template "
+                "to chatml or to the path of a .jinja file"
             )
         return self.template
 
@@ -210,7 +212,7 @@ class Tokenizer:
             )
 
     def _guard(self, rendering: Rendering) -> tuple[str, list[tuple[int, int]]]:
-        """`rendering.text` with the template's control tokens respelled, and (end in the old text, growth) of each."""
+        """The text with the template's control tokens respelled; (old end, growth) of each."""
         self.check_text(rendering.text)
         plain, edits = set(rendering.plain), []
 
@@ -234,7 +236,7 @@ class Tokenizer:
         )
 
     def _id_of(self, which: str, generation: Mapping[str, Any]) -> int | None:
-        """The id of BOS or EOS: tokenizer_config.json names its text, else config.json its id (the first of a list)."""
+        """The id of BOS or EOS, by its text in tokenizer_config.json, else by config.json's ids."""
         text = self._variables.get(f"{which}_token")
         if text is not None:
             token_id = self.token_id(text)
@@ -259,15 +261,17 @@ class Tokenizer:
             ]
             if missing:
                 raise ConfigError(
-                    f"tokenizer.chat_template=chatml needs {' and '.join(missing)} among the special tokens of "
-                    f"{self.folder}/tokenizer.json: choose a .jinja file written for this model's tokens"
+                    f"tokenizer.chat_template=chatml needs {' and '.join(missing)} among "
+                    f"the special tokens of {self.folder}/tokenizer.json: choose a .jinja file "
+                    "written for them"
                 )
             source = "{{- bos_token }}" + CHATML if self.adds_bos else CHATML
         elif choice is not None:
             path = Path(choice).expanduser()
             if not path.is_file():
                 raise ConfigError(
-                    f"tokenizer.chat_template={choice}: no such file; use chatml or the path of a .jinja file"
+                    f"tokenizer.chat_template={choice}: no such file; use chatml or the path of a "
+                    ".jinja file"
                 )
             name, source = str(path), _read_text(path)
         elif in_folder.is_file():
@@ -302,7 +306,7 @@ class EncodedText:
         self._edits = edits
 
     def mask(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """uint8, 1 for each token that overlaps one of `spans` (characters of the rendering, ascending)."""
+        """uint8, 1 for each token that overlaps one of `spans` (ascending character spans)."""
         trained = np.zeros(len(self.ids), np.uint8)
         growth, passed = 0, 0
         for span in spans:
@@ -313,7 +317,8 @@ class EncodedText:
                     passed += 1
                 guarded.append(position + growth)
             first, stop = self._token_at(guarded[0]), self._token_at(guarded[1])
-            if stop < len(self.ids) and self._encoding.token_to_chars(stop)[0] < guarded[1]:
+            chars = self._encoding.token_to_chars(stop) if stop < len(self.ids) else None
+            if chars is not None and chars[0] < guarded[1]:
                 stop += 1  # this token also holds the last characters of the span
             trained[first:stop] = 1
         return trained
@@ -336,9 +341,9 @@ def auto(
 ) -> Tokenizer:
     """The tokenizer of a model folder; `path` names another folder.
 
-    `max_seq_len` in tokens; `chat_template` is `chatml` or the path of a .jinja file and replaces the folder's own;
-    `chat_template_kwargs` are offered to the template (`enable_thinking: False`). Raises CheckpointError where a file is
-    missing or unreadable.
+    `max_seq_len` in tokens; `chat_template` is `chatml` or the path of a .jinja file and replaces
+    the folder's own; `chat_template_kwargs` are offered to the template (`enable_thinking: False`).
+    Raises CheckpointError where a file is missing or unreadable.
     """
     folder = Path(path or checkpoint_dir).expanduser()
     if not folder.is_dir():
@@ -355,9 +360,10 @@ def auto(
 
 
 def _respell(definition: dict[str, Any], guards: Mapping[str, str]) -> dict[str, Any]:
-    """A tokenizer.json whose special tokens are spelled as `guards` says, with the same ids and no post-processor.
+    """A tokenizer.json whose special tokens are spelled as `guards` says, without post-processor.
 
-    Without the post-processor nothing is added to a text, and offsets keep the white space that opens a token.
+    Without the post-processor nothing is added to a text, and offsets keep the white space that
+    opens a token.
     """
     model = dict(definition["model"])
     if isinstance(model["vocab"], dict):
