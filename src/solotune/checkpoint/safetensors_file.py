@@ -67,11 +67,18 @@ class StoredTensor:
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
 
-    def read(self) -> Tensor:
-        """Return the tensor in fresh host memory."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
+    def read(self, buffer: Tensor | None = None) -> Tensor:
+        """Return the tensor in fresh host memory, or in the first bytes of a uint8 `buffer`."""
+        if buffer is None:
+            tensor = torch.empty(self.shape, dtype=self.dtype)
+        else:
+            tensor = buffer[: self.num_bytes].view(self.dtype).view(self.shape)
         self.read_into(tensor)
         return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise _damaged(path, "its header is not readable") from error
 
     for tensor in tensors.values():
-        end = tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize
+        end = tensor.offset + tensor.num_bytes
         if end > file_bytes:
             raise _damaged(path, f"{tensor.name} would end at byte {end:,} of {file_bytes:,}")
     return tensors
@@ -160,7 +167,7 @@ def _entry(path: Path, name: str, entry: dict, data_start: int) -> StoredTensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(file, memory: memoryview) -> None:

@@ -1,6 +1,6 @@
 """What a run needs besides the weights to go on exactly: optimizer state, generators, progress.
 
-    training_state/state.json             progress, generators, versions, threads, the state's layout
+    training_state/state.json             progress, generators, versions, threads, state layout
     training_state/optimizer.safetensors  `<parameter>.<state>[.<inner>]`; `<parameter>.weight_fp32`
                                           where the weights in the folder are a narrower copy
 
