@@ -19,3 +19,7 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A model folder or training state that cannot be read or written."""
+
+
+class TrainingError(UserError):
+    """A step whose numbers cannot be trained on."""

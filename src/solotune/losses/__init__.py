@@ -1,1 +1,3 @@
-"""Losses that take hidden states and the output weight, so that the logits never exist at once."""
+"""Losses that take hidden states and the output weight."""
+
+from solotune.losses.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy

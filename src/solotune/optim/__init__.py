@@ -1,1 +1,4 @@
-"""Parameter groups and the optimizers that torch, torchao and bitsandbytes do not have."""
+"""Optimizers of our own, and parameter groups; the rest come from torch, torchao, bitsandbytes."""
+
+from solotune.optim.adamw_kahan import AdamWKahan as AdamWKahan
+from solotune.optim.groups import decay_groups as decay_groups

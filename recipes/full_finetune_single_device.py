@@ -1,0 +1,320 @@
+"""Full fine-tuning of one decoder-only language model on one device: every weight is trained.
+
+Five buffers make the memory peak; each is decided by a line marked [mem] (P parameters, bf16):
+
+    weights       2P bytes                     dtype
+    gradients     2P                           freed by zero_grad
+    optimizer     2P (8-bit) to 10P (Kahan)    optimizer
+    activations   one block input a block      enable_activation_checkpointing, ..._offloading
+    logits        one chunk of target rows     loss.chunk_tokens
+
+Lines that decide the arithmetic are marked [num].
+
+Run:     tune run full_finetune_single_device --config smollm2/135M_full_single_device \
+             checkpoint_dir=models/SmolLM2-135M dataset=chats.jsonl
+Change:  tune cp full_finetune_single_device mine.py, edit it, then tune run mine.py --config ...
+
+Shapes: B rows of a micro-batch, S tokens a row, D width, M segments a row.
+"""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from solotune.checkpoint import Checkpointer
+from solotune.config import Component, ConfigError, parse_cli, resolved_yaml
+from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
+from solotune.memory import HostMemory, checkpoint_blocks, compile_blocks
+from solotune.models import Decoder
+from solotune.optim import decay_groups
+from solotune.training import (
+    Progress,
+    RunLog,
+    check_finite,
+    clip_grad_norm,
+    constant,
+    describe_device,
+    is_due,
+    parameter_lines,
+    peak_bytes,
+    pick_device,
+    pick_dtype,
+    pick_output_dir,
+    set_dtype,
+    set_lr,
+    set_seed,
+    stop_on_signals,
+)
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Every key that the YAML may hold, with its unit and default."""
+
+    # what to train, on what
+    model: Component  # solotune.models.auto reads config.json of checkpoint_dir
+    tokenizer: Component  # its max_seq_len is the length of a pack, in tokens
+    dataset: Component  # or the path of a file: its format is detected
+    dataset_val: Component | None = None  # null: val_fraction of the data set
+    val_fraction: float = 0.05  # of the rows, at most 256 of them; 0 trains on all
+    checkpoint_dir: str  # a Hugging Face folder, or the folder of an earlier run
+    output_dir: str | None = None  # null: ./runs/<config>-<time>
+    overwrite: bool = False  # whether output_dir may hold an earlier run, which is deleted
+    resume_from_checkpoint: bool | str = False  # True: newest of output_dir; or a step or run folder
+
+    # memory
+    device: str = "auto"  # auto: cuda, xpu, mps, cpu, the first that is there
+    dtype: str = "bf16"  # bf16 or fp32, of matrices; one-dimensional parameters are always fp32
+    enable_activation_checkpointing: bool = True  # keep block inputs, compute the rest again
+    enable_activation_offloading: bool = False  # block inputs wait for backward in host memory
+    compile: bool = False  # torch.compile, one block at a time
+    optimizer_in_bwd: bool = False  # comes with a later version
+    optimizer_state: Literal["device", "host", "disk"] = "device"  # device only, in this version
+    resident_layers: int | None = None  # null: all; streaming comes with a later version
+    plan: bool = False  # comes with a later version
+
+    # optimization
+    optimizer: Component
+    lr_scheduler: Component | None = None  # null: constant
+    loss: Component
+    epochs: int = 2
+    max_steps_per_epoch: int | None = None  # optimizer steps
+    batch_size: int = 1  # rows of one micro-batch
+    gradient_accumulation_steps: int = 1  # micro-batches of one optimizer step
+    clip_grad_norm: float | None = 1.0  # global L2 norm; null: no clipping
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # what a loss or gradient norm of NaN or inf does
+    shuffle: bool = True
+    seed: int = 42
+    deterministic: bool = False  # refuse kernels whose sums have no fixed order
+
+    # what the run leaves behind
+    log_every_n_steps: int = 1  # optimizer steps
+    run_val_every_n_steps: int | None = None  # optimizer steps; null: at the end of each epoch
+    save_every_n_steps: int | None = None  # optimizer steps; null: at the end of each epoch
+    keep_last_n_checkpoints: int = 2  # step folders; the best one is kept besides
+
+
+def validate(cfg: Config) -> None:
+    """Refuse what would be wrong or silently useless; each message names the key to change."""
+    if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
+        raise ConfigError(
+            "enable_activation_offloading=True moves block inputs: "
+            "set enable_activation_checkpointing=True too"
+        )
+    positive = (
+        "epochs batch_size gradient_accumulation_steps max_steps_per_epoch clip_grad_norm "
+        "log_every_n_steps run_val_every_n_steps save_every_n_steps keep_last_n_checkpoints"
+    )
+    for key in positive.split():
+        value = getattr(cfg, key)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{key}={value}: use a number above 0")
+    if not 0 <= cfg.val_fraction < 1:
+        raise ConfigError(f"val_fraction={cfg.val_fraction}: use 0 or more, and less than 1")
+    later = {
+        "optimizer_in_bwd": cfg.optimizer_in_bwd,
+        "optimizer_state": cfg.optimizer_state != "device",
+        "resident_layers": cfg.resident_layers is not None,
+        "plan": cfg.plan,
+    }
+    for key, asked in later.items():
+        if asked:
+            raise ConfigError(f"{key}={getattr(cfg, key)} is not in this version: remove the key")
+
+
+def setup_model(cfg: Config, dtype: torch.dtype) -> Decoder:
+    """Build on meta, where nothing has memory yet, and set the memory features."""
+    with torch.device("meta"):
+        model = cfg.model.build(checkpoint_dir=cfg.checkpoint_dir)
+    set_dtype(model, dtype)  # [mem] weights  [num] one-dimensional parameters stay fp32
+    if cfg.enable_activation_checkpointing:
+        checkpoint_blocks(model)  # [mem] activations: keep block inputs, recompute the rest
+    if cfg.compile:
+        compile_blocks(model)  # [mem] temporaries; the recomputation is inside the compiled block
+    return model.train()
+
+
+def setup_data(cfg: Config, tokenizer) -> tuple[Loader, Loader | None, list[str]]:
+    """Return the loaders of training and validation data, and the facts to print about them."""
+    samples = cfg.dataset.build(tokenizer)
+    samples_val = cfg.dataset_val.build(tokenizer) if cfg.dataset_val else None
+    facts = samples.lines()
+    if samples_val is not None:
+        facts += samples_val.lines()
+    elif cfg.val_fraction > 0:
+        samples, samples_val = split_validation(samples, fraction=cfg.val_fraction)
+        facts.append(f"validation: {len(samples_val)} samples held out (val_fraction)")
+    sizes = {"batch_size": cfg.batch_size, "max_seq_len": tokenizer.max_seq_len, "seed": cfg.seed}
+    loader = make_loader(samples, shuffle=cfg.shuffle, **sizes)
+    loader_val = make_loader(samples_val, shuffle=False, **sizes) if samples_val else None
+    return loader, loader_val, facts
+
+
+def train_step(
+    cfg: Config,
+    model: Decoder,
+    loss_fn: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: list[Batch],
+    host: HostMemory,
+) -> tuple[float, float | None]:
+    """One optimizer step over a group of micro-batches; weights stay if loss or norm is not finite.
+
+    Returns the mean loss over the targets and the gradient norm before clipping (None without
+    clipping). The device is read once, before the step.
+    """
+    num_targets = sum(batch.num_targets for batch in group)  # [num] exact shares, known beforehand
+    mean_loss = torch.zeros((), device=model.device)
+    embedded = []
+    for batch in group:
+        batch = batch.to(model.device)
+        x_BSD = model.embed(batch.tokens_BS).requires_grad_()  # [num] outside autograd, added last
+        context = model.context(batch.positions_BS, batch.segments_BM)
+        around_block = nullcontext
+        if cfg.enable_activation_offloading:  # [mem] activations: block inputs leave the device
+            around_block = host.offload_activations(keep=(*model.parameters(), *context[:4]))
+        hidden_BSD = model.hidden_states(x_BSD, context, around_block=around_block)
+        # [mem] logits: one chunk at a time  [num] fp32 softmax, each micro-batch its exact share
+        loss = loss_fn(hidden_BSD, model.output_weight, batch, num_targets)
+        loss.backward()
+        mean_loss += loss.detach()
+        embedded.append((batch.tokens_BS, x_BSD.grad))
+    model.add_embedding_gradient(embedded)  # [num] once, in micro-batch order
+
+    grad_norm = None
+    if cfg.clip_grad_norm is not None:
+        grad_norm = clip_grad_norm(model.parameters(), cfg.clip_grad_norm)  # [num] norm in fp32
+    loss, norm = host.read(mean_loss, grad_norm)
+    if num_targets and math.isfinite(loss) and math.isfinite(norm or 0.0):
+        optimizer.step()  # [mem] optimizer state is made at the first step
+    optimizer.zero_grad(set_to_none=True)  # [mem] gradients end here
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, loss_fn: nn.Module, loader: Loader, host: HostMemory) -> float:
+    """Return the mean loss over all targets of a loader; random numbers and order stay untouched."""
+    total = torch.zeros((), device=model.device)
+    for batch in loader.epoch(0):
+        batch = batch.to(model.device)
+        context = model.context(batch.positions_BS, batch.segments_BM)
+        hidden_BSD = model.hidden_states(model.embed(batch.tokens_BS), context)
+        total += loss_fn(hidden_BSD, model.output_weight, batch, loader.num_targets)
+    return host.read(total)[0]
+
+
+def main(cfg: Config) -> None:
+    """Everything in the order in which it happens."""
+    validate(cfg)
+    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, device)
+    set_seed(cfg.seed, deterministic=cfg.deterministic)
+    resume = cfg.resume_from_checkpoint
+    output_dir = pick_output_dir(
+        cfg.output_dir, config=cfg._origin.config, resume=resume, overwrite=cfg.overwrite
+    )
+    checkpoint = Checkpointer(cfg.checkpoint_dir, output_dir, keep_last=cfg.keep_last_n_checkpoints)
+    resumed_from = checkpoint.find_resume(resume)
+
+    model = setup_model(cfg, dtype)
+    tokenizer = cfg.tokenizer.build(checkpoint_dir=cfg.checkpoint_dir)
+    loader, loader_val, data_facts = setup_data(cfg, tokenizer)
+    loaded = checkpoint.load_weights(model, device=device, resume=resumed_from)  # [mem] weights
+    optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
+    loss_fn = cfg.loss.build()
+    host = HostMemory(device)
+
+    data = f"{loader.samples.fingerprint()} {cfg.batch_size}x{tokenizer.max_seq_len} {cfg.seed}"
+    progress = Progress(data=data)
+    if resumed_from:
+        progress = Progress(**checkpoint.load_training_state(resumed_from, model, optimizer))
+        progress.check_data(data)
+    accumulation = cfg.gradient_accumulation_steps
+    all_steps = math.ceil(len(loader) / accumulation)
+    steps_per_epoch = min(all_steps, cfg.max_steps_per_epoch or all_steps)
+    total_steps = cfg.epochs * steps_per_epoch
+    lr_factor = cfg.lr_scheduler.build(total_steps) if cfg.lr_scheduler else constant(total_steps)
+
+    log = RunLog(output_dir, config_yaml=resolved_yaml(cfg), first_step=progress.step, every=cfg.log_every_n_steps)
+    log.write_run(device, data=data)
+    log.facts(
+        f"output: {output_dir}",
+        f"device: {describe_device(device)}",
+        *loaded.lines(),
+        *parameter_lines(model),
+        *data_facts,
+        f"a step: {loader.num_tokens // all_steps:,} tokens, {loader.num_targets // all_steps:,} "
+        f"of them targets, in {min(accumulation, len(loader))} micro-batches of {cfg.batch_size}",
+        f"the run: {cfg.epochs} epochs of {steps_per_epoch} steps",
+    )
+
+    def validation_loss() -> float:
+        with log.uncounted():
+            val_loss = evaluate(model, loss_fn, loader_val, host)
+        log.facts(f"step {progress.step}: validation loss {val_loss:.4f}")
+        log.write({"step": progress.step, "val_loss": val_loss})
+        return val_loss
+
+    def save(*, best: bool) -> None:
+        with log.uncounted():
+            folder = checkpoint.save(
+                progress.step,
+                model=model,
+                optimizer=optimizer,
+                progress=progress.to_dict(),
+                dtype=dtype,
+                tokenizer=tokenizer,
+                eos_ids=tokenizer.stop_ids(),
+                best=best,
+            )
+        log.facts(f"step {progress.step}: saved {folder}{' (best)' if best else ''}")
+
+    with stop_on_signals() as stop, log.running(total_steps, first_step=progress.step):
+        if loader_val and progress.step == 0:
+            validation_loss()
+        for epoch in range(progress.epoch, cfg.epochs):
+            progress.start_epoch(epoch)
+            batches = loader.epoch(epoch, start=progress.batch)
+            steps_left = steps_per_epoch - math.ceil(progress.batch / accumulation)
+            for group in islice(accumulation_groups(batches, accumulation), steps_left):
+                lr = set_lr(optimizer, lr_factor(progress.step + 1))
+                loss, grad_norm = train_step(cfg, model, loss_fn, optimizer, group, host)
+                progress.advance(group)
+                log.step(
+                    progress.step,
+                    epoch=epoch,
+                    loss=loss,
+                    lr=lr,
+                    grad_norm=grad_norm,
+                    num_tokens=sum(batch.num_tokens for batch in group),
+                    num_targets=sum(batch.num_targets for batch in group),
+                    peak_bytes=peak_bytes(device),
+                )
+                steps_left -= 1
+                check_finite(progress.step, loss, grad_norm, on_nonfinite=cfg.on_nonfinite)
+                if stop and progress.step < total_steps:
+                    save(best=False)
+                    log.facts(
+                        f"stopped by {stop.signal_name}; go on with: tune run {cfg._origin.recipe} "
+                        f"--config {output_dir}/config.yaml resume_from_checkpoint={output_dir}"
+                    )
+                    return
+                save_due = is_due(progress.step, cfg.save_every_n_steps, epoch_ends=not steps_left)
+                save_due |= progress.step == total_steps
+                val_due = is_due(progress.step, cfg.run_val_every_n_steps, epoch_ends=not steps_left)
+                best = False
+                if loader_val and (val_due or save_due):
+                    val_loss = validation_loss()
+                    best = save_due and progress.improves(val_loss)
+                if save_due:
+                    save(best=best)
+    print(checkpoint.finish())
+
+
+if __name__ == "__main__":
+    main(parse_cli(Config))

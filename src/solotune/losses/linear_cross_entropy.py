@@ -1,0 +1,139 @@
+"""Projection, cross-entropy and both gradients, chunk by chunk, in the forward pass.
+
+Saves:    the logits: V * (bytes of the dtype + 4) bytes a target, for all targets but one chunk's.
+          Only target rows are projected.
+Costs:    the head's gradient in fp32 (4 V D bytes) where there is more than one chunk.
+Excludes: a second backward through the same loss.
+Label:    reordered. Figures: docs/linear_cross_entropy.md
+
+Shapes: B batch, S tokens, T target rows, N rows of one chunk, D width, V vocabulary.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+_DEFAULT_CHUNK_BYTES = 256 * 2**20  # of fp32 logits
+_CPU_TILE_BYTES = 6 * 2**20  # of fp32 softmax: stays in a shared cache
+
+
+class Targets(Protocol):
+    """What the loss reads of a batch."""
+
+    labels_BS: Tensor  # the target of each position, -100 where there is none
+    target_rows_T: Tensor  # flat positions with a target, found in collation: no sync
+
+
+class LinearCrossEntropy(nn.Module):
+    """Cross-entropy from hidden states, with the logits of one chunk alive at a time.
+
+    `chunk_tokens` is the number of target rows of one chunk; None: what 256 MiB of fp32 logits hold.
+    """
+
+    def __init__(self, *, chunk_tokens: int | None = None) -> None:
+        super().__init__()
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise ValueError(f"loss.chunk_tokens={chunk_tokens}: use at least 1, or null")
+        self.chunk_tokens = chunk_tokens
+        self._buffers: dict[Any, Tensor] = {}  # reused: fresh pages cost as much as the softmax
+
+    def forward(
+        self, hidden_BSD: Tensor, weight_VD: Tensor, batch: Targets, num_targets: int
+    ) -> Tensor:
+        """Return the sum over the batch's targets divided by `num_targets`, an fp32 scalar.
+
+        `num_targets` counts the targets of the whole optimizer step, so the losses of its
+        micro-batches add up to the mean, and their gradients to its gradient.
+        """
+        rows_T = batch.target_rows_T
+        hidden_TD = hidden_BSD.flatten(0, 1).index_select(0, rows_T)
+        labels_T = batch.labels_BS.flatten().index_select(0, rows_T)
+        return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, max(num_targets, 1), self)
+
+    def chunk_rows(self, vocab: int) -> int:
+        return self.chunk_tokens or max(1, _DEFAULT_CHUNK_BYTES // (4 * vocab))
+
+    def chunk_buffer(self, role: str, rows: int, vocab: int, like: Tensor) -> Tensor:
+        """Return an uninitialised (rows, vocab) tensor whose memory the next chunk uses again."""
+        key = (role, vocab, like.dtype, like.device)
+        flat = self._buffers.get(key)
+        if flat is None or flat.numel() < rows * vocab:
+            flat = torch.empty(rows * vocab, dtype=like.dtype, device=like.device)
+            self._buffers[key] = flat
+        return flat[: rows * vocab].view(rows, vocab)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made in forward, where the logits are; backward hands them over."""
+
+    @staticmethod
+    def forward(ctx, hidden_TD, weight_VD, labels_T, num_targets, loss: LinearCrossEntropy):
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        rows, vocab = len(hidden_TD), len(weight_VD)
+        chunk_rows = loss.chunk_rows(vocab)
+        total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
+        dhidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
+        dweight_VD = None
+        for start in range(0, rows, chunk_rows):
+            chunk = slice(start, min(start + chunk_rows, rows))
+            hidden_ND = hidden_TD[chunk]
+            logits_NV = loss.chunk_buffer("logits", len(hidden_ND), vocab, hidden_TD)
+            torch.mm(hidden_ND, weight_VD.T, out=logits_NV)
+            total += _to_gradient_(logits_NV, labels_T[chunk], 1.0 / num_targets, loss)
+            if dhidden_TD is not None:
+                torch.mm(logits_NV, weight_VD, out=dhidden_TD[chunk])
+            if wants_weight:
+                dweight_VD = _accumulate(dweight_VD, logits_NV, hidden_ND, rows > chunk_rows)
+        if wants_weight and dweight_VD is None:  # a batch without a target
+            dweight_VD = torch.zeros_like(weight_VD)
+        ctx.gradients = (dhidden_TD, dweight_VD if dweight_VD is None else dweight_VD.to(weight_VD))
+        return total / num_targets
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Hand the gradients over, uncopied; `grad` is 1 unless the caller scaled the loss."""
+        if ctx.gradients is None:
+            raise RuntimeError("LinearCrossEntropy: a second backward needs a second forward")
+        (dhidden_TD, dweight_VD), ctx.gradients = ctx.gradients, None
+        for gradient in (dhidden_TD, dweight_VD):
+            # On a card the factor is not known here, so it is always applied, in place.
+            if gradient is not None and not (grad.device.type == "cpu" and grad == 1):
+                gradient.mul_(grad)
+        return dhidden_TD, dweight_VD, None, None, None
+
+
+def _to_gradient_(
+    logits_NV: Tensor, labels_N: Tensor, scale: float, loss: LinearCrossEntropy
+) -> Tensor:
+    """Turn logits into scale * (softmax - one_hot), in place; return the rows' summed loss.
+
+    The softmax is fp32. On CPU a few rows at a time, so that it stays in the cache; on a card the
+    whole chunk, in one buffer.
+    """
+    rows, vocab = logits_NV.shape
+    step = max(1, _CPU_TILE_BYTES // (4 * vocab)) if logits_NV.device.type == "cpu" else rows
+    total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
+    buffer_RV = loss.chunk_buffer("softmax", min(step, rows), vocab, total)
+    for logits_RV, labels_R in zip(logits_NV.split(step), labels_N.split(step), strict=True):
+        labels_R1 = labels_R.unsqueeze(1)
+        p_RV = buffer_RV[: len(logits_RV)].copy_(logits_RV)
+        max_R, target_R = p_RV.amax(1), p_RV.gather(1, labels_R1).squeeze(1)
+        torch.softmax(p_RV, 1, out=p_RV)
+        # The softmax at the maximum is 1 / sum(exp(x - max)): log Z without another pass.
+        total += (max_R - p_RV.amax(1).log() - target_R).sum()
+        p_RV.scatter_add_(1, labels_R1, p_RV.new_full((len(p_RV), 1), -1.0))
+        torch.mul(p_RV, scale, out=logits_RV)
+    return total
+
+
+def _accumulate(
+    dweight_VD: Tensor | None, dlogits_NV: Tensor, hidden_ND: Tensor, several: bool
+) -> Tensor:
+    """Add one chunk's head gradient; the sum of several is fp32 (in bf16 its error triples)."""
+    if not several:
+        return torch.mm(dlogits_NV.T, hidden_ND)
+    if dweight_VD is None:
+        shape = (dlogits_NV.size(1), hidden_ND.size(1))
+        dweight_VD = torch.zeros(shape, dtype=torch.float32, device=hidden_ND.device)
+    return dweight_VD.add_(torch.mm(dlogits_NV.T, hidden_ND))

@@ -1,0 +1,114 @@
+"""Where a run stands, and when it does what."""
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from solotune.errors import ConfigError, TrainingError
+
+
+@dataclass
+class Progress:
+    """Position of a run; all of it is saved and restored.
+
+    `step` counts optimizer steps from 1 over all epochs and is 0 before the first;
+    `batch` counts the micro-batches taken of the current epoch.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    num_tokens: int = 0  # trained on so far, filler excluded
+    best_val_loss: float | None = None
+    data: str = ""  # fingerprint of the samples and of what cuts them into batches
+
+    def check_data(self, data: str) -> None:
+        """Raise ConfigError where the batches to come are not those of the saved run."""
+        if self.data != data:
+            raise ConfigError(
+                "resume_from_checkpoint: dataset, tokenizer, batch_size, max_seq_len or seed differ "
+                f"from the saved run ({self.data}, now {data}): resume with the same, or start a "
+                "new run with checkpoint_dir set to the saved folder"
+            )
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch, or go on in the middle of it."""
+        if epoch != self.epoch:
+            self.epoch, self.batch = epoch, 0
+
+    def advance(self, group: list[Any]) -> None:
+        """Count the step that has trained on `group`'s micro-batches."""
+        self.step += 1
+        self.batch += len(group)
+        self.num_tokens += sum(batch.num_tokens for batch in group)
+
+    def improves(self, val_loss: float) -> bool:
+        """Record a validation loss; return whether it is the best so far."""
+        better = self.best_val_loss is None or val_loss < self.best_val_loss
+        if better:
+            self.best_val_loss = val_loss
+        return better
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def is_due(step: int, every: int | None, *, epoch_ends: bool) -> bool:
+    """Whether something happens after `step`: each `every` steps, or at epoch ends for None."""
+    return epoch_ends if every is None else step % every == 0
+
+
+def check_finite(
+    step: int, loss: float, grad_norm: float | None, *, on_nonfinite: str
+) -> None:
+    """Raise TrainingError, or print, where a step was skipped since its numbers are not finite."""
+    wrong = [
+        f"{name} is {value}"
+        for name, value in (("loss", loss), ("gradient norm", grad_norm))
+        if value is not None and not math.isfinite(value)
+    ]
+    if not wrong:
+        return
+    if on_nonfinite == "skip":
+        tqdm.write(f"warning: step {step} skipped: {' and '.join(wrong)}")
+        return
+    raise TrainingError(
+        f"step {step}: {' and '.join(wrong)}; no weight was changed by it, and saved steps are "
+        "intact: lower optimizer.lr, look at the data, or set on_nonfinite=skip"
+    )
+
+
+class StopFlag:
+    """Set by Ctrl-C or SIGTERM, looked at between steps; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal_name is not None
+
+    def _set(self, number: int, _frame: Any) -> None:
+        if self:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+        print(f"\n{self.signal_name}: saving after this step; once more stops without saving")
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """Turn SIGINT and SIGTERM into a flag while the block runs."""
+    flag = StopFlag()
+    previous = {number: signal.signal(number, flag._set) for number in _SIGNALS}
+    try:
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)

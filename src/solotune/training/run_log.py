@@ -1,0 +1,197 @@
+"""What a run writes beside its weights: config.yaml, run.json, metrics.jsonl, and the terminal."""
+
+import json
+import math
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from solotune.errors import ConfigError
+
+_PACKAGES = ("solotune", "torch", "torchao", "bitsandbytes", "tokenizers", "safetensors")
+
+
+def pick_output_dir(
+    output_dir: str | None, *, config: str | None, resume: bool | str, overwrite: bool
+) -> Path:
+    """Return the folder of a run, made and writable; the default is ./runs/<config>-<time>.
+
+    A run that goes on from a named folder writes beside it unless told otherwise. Raises
+    ConfigError for a folder that holds something, unless the run resumes or may overwrite.
+    """
+    if output_dir is not None:
+        folder = Path(output_dir)
+    elif isinstance(resume, str):
+        given = Path(resume)
+        folder = given.parent if given.name.startswith("step_") else given
+    elif resume:
+        raise ConfigError(
+            "resume_from_checkpoint=True needs output_dir: name the run's folder, or set "
+            "resume_from_checkpoint to it"
+        )
+    else:
+        name = Path(config).with_suffix("").as_posix().replace("/", "-") if config else "run"
+        folder = _unused(Path("runs") / f"{name.strip('-.')}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        if folder.is_dir() and any(folder.iterdir()) and not resume:
+            if not overwrite:
+                raise ConfigError(
+                    f"output_dir={folder} is not empty: name another, resume with "
+                    "resume_from_checkpoint=True, or set overwrite=True"
+                )
+            _remove_run(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+    return folder
+
+
+def _unused(folder: Path) -> Path:
+    """Return `folder`, numbered where another run started in the same second."""
+    candidate, number = folder, 2
+    while candidate.exists():
+        candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return candidate
+
+
+def _remove_run(folder: Path) -> None:
+    """Delete what runs write; a stranger's file in the folder stays."""
+    for name in ("config.yaml", "run.json", "metrics.jsonl", "latest", "best"):
+        (folder / name).unlink(missing_ok=True)
+    for path in (folder / "final", *folder.glob("step_*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class RunLog:
+    """Terminal and files of one run.
+
+    `every` is the number of optimizer steps between two that are written and shown. On resume, the lines of metrics.jsonl after `first_step` are dropped: they are made again.
+    """
+
+    def __init__(
+        self, output_dir: Path, *, config_yaml: str, first_step: int = 0, every: int = 1
+    ) -> None:
+        self.output_dir = output_dir
+        self._every = every
+        (output_dir / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        self._metrics = output_dir / "metrics.jsonl"
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step]
+        self._metrics.write_text("".join(kept), encoding="utf-8")
+
+    def _lines(self) -> list[str]:
+        """Return the whole lines of an earlier part of the run; a kill may have cut the last."""
+        if not self._metrics.is_file():
+            return []
+        text = self._metrics.read_text(encoding="utf-8")
+        return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def facts(self, *lines: str) -> None:
+        """Print lines that stay above the progress bar."""
+        for line in lines:
+            tqdm.write(line)
+
+    def write_run(self, device: torch.device, **facts: Any) -> None:
+        """Write run.json: versions, device, and `facts`."""
+        run = {
+            "versions": {name: _version(name) for name in _PACKAGES},
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "device": str(device),
+            "threads": torch.get_num_threads(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        if device.type == "cuda":
+            run["device_name"] = torch.cuda.get_device_name(device)
+            run["cuda"] = torch.version.cuda
+        text = json.dumps(run | facts, indent=2)
+        (self.output_dir / "run.json").write_text(text + "\n", encoding="utf-8")
+
+    @contextmanager
+    def running(self, total_steps: int, *, first_step: int) -> Iterator[None]:
+        """Show the progress bar while inside, where stderr is a terminal; start the clock."""
+        terminal = sys.stderr.isatty()
+        self._total = total_steps
+        self._since, self._tokens, self._steps = time.perf_counter(), 0, 0
+        with tqdm(
+            total=total_steps,
+            initial=first_step,
+            unit="step",
+            disable=not terminal,
+            dynamic_ncols=True,
+        ) as self._bar:
+            yield
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the time inside out of tokens per second: a validation, a save."""
+        begin = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begin
+
+    def step(self, step: int, *, num_tokens: int, peak_bytes: int, **metrics: Any) -> None:
+        """Count a step, and write and show its metrics where it is due; the last always is."""
+        self._tokens += num_tokens
+        self._steps += 1
+        self._bar.update()
+        if step % self._every and step != self._total:
+            return
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        row = {
+            "step": step,
+            **metrics,
+            "tokens_per_second": round(self._tokens / seconds, 1),
+            "seconds_per_step": round(seconds / self._steps, 4),
+            "peak_memory_gib": round(peak_bytes / 2**30, 3),
+        }
+        self._since, self._tokens, self._steps = time.perf_counter(), 0, 0
+        self.write(row)
+        shown = f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {row['tokens_per_second']:.0f} tok/s"
+        shown += f"  peak {row['peak_memory_gib']:.2f} GiB"
+        if self._bar.disable:
+            minutes = (self._total - step) * row["seconds_per_step"] / 60
+            self.facts(f"step {step}/{self._total}  {shown}  {minutes:.1f} min left")
+        else:
+            self._bar.set_postfix_str(shown)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one object to metrics.jsonl; a number that is not finite is written as null."""
+        clean = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+            if value is not None
+        }
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(clean) + "\n")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the run-wide peak: of the allocator on a card, of resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
