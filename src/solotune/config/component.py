@@ -194,7 +194,10 @@ class Component:
             signature.bind(*args, **keywords)
         except TypeError as error:
             raise ConfigError(self._message(f"{self.path}: {error}")) from None
-        return target(*args, **keywords)
+        try:
+            return target(*args, **keywords)
+        except ValueError as error:  # how optimizers refuse a value
+            raise ConfigError(self._message(f"{self.path}: {error}")) from error
 
     def _typed(self, name: str, parameter: inspect.Parameter | None) -> Any:
         """Return the argument as the parameter's annotation, or its default's type, wants it."""
@@ -294,10 +297,14 @@ def path_fault(path: str, permissions: Permissions) -> str | None:
 
 
 def _signature(target: Any) -> inspect.Signature:
-    try:
-        return inspect.signature(target, eval_str=True)
-    except (NameError, TypeError, AttributeError):  # annotations that only a type checker resolves
-        return inspect.signature(target)
+    for eval_str in (True, False):  # some annotations only a type checker can resolve
+        try:
+            return inspect.signature(target, eval_str=eval_str)
+        except (NameError, TypeError, AttributeError):
+            continue
+        except ValueError:  # written in C
+            break
+    return inspect.signature(lambda *args, **keywords: None)
 
 
 def _given_by_recipe(parameters: dict[str, inspect.Parameter]) -> str | None:

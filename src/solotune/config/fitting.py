@@ -54,8 +54,9 @@ def _members(annotation: Any) -> list[Any]:
 def _opened(node: Node, members: list[Any]) -> Node:
     """Parse `[...]` and `{...}` from the command line, but not where the key takes text only."""
     wants_only_text = str in members and not any(_collection(m) for m in members)
-    is_flow = isinstance(node, Scalar) and node.may_be_flow and not wants_only_text
-    return read_flow(node.text) if is_flow else node
+    if isinstance(node, Scalar) and node.may_be_flow and not wants_only_text:
+        return read_flow(node.text)
+    return node
 
 
 def _try(node: Node, members: list[Any], default: Callable[[Node], Any]) -> Any:

@@ -21,7 +21,12 @@ def interpolate(tree: Mapping) -> dict[str, str]:
 
     faults: dict[str, str] = {}
     keys = dotted_keys(tree)
-    resolved = OmegaConf.create(texts)
+    try:
+        resolved = OmegaConf.create(texts)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key)
+        fault = "has no value: a reference is ${key}, and plain text with ${ is written \\${"
+        return {key: f"{key}: its reference {fault}"}
 
     def resolve(node: Node, key: str, holder: Any, name: str | int) -> Node:
         match node:

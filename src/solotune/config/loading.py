@@ -97,6 +97,7 @@ def load(
         fault = apply(tree, change, schema, permissions)
         faults += [fault] if fault else []
     unresolved = interpolate(tree)
+    open_shorthands(tree, schema, permissions)  # what a reference stood for
     faults += unresolved.values()
     faults += _unknown_keys(tree, schema)
     values: dict[str, Any] = {}

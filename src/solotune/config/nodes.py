@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": Fal
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL_FLOATS = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+_DOLLAR = re.compile(r"(\\*)\$\{")
 # What YAML reads back as the same plain word; everything else is written in double quotes.
 _PLAIN_TEXT = re.compile(r"[A-Za-z0-9_./+-]([A-Za-z0-9_./+\-=@]|:(?=\S)|\\(?=\S)| (?=[^#\s]))*")
 
@@ -222,15 +223,20 @@ def _block(node: Node, indent: str) -> Iterator[str]:
     )
     for head, item in pairs:
         if isinstance(item, Scalar):
-            yield f"{indent}{head} {_word(item)}"
+            yield f"{indent}{head} {_word(_escaped(item))}"
         elif isinstance(item, Sequence) and all(isinstance(part, Scalar) for part in item.items):
-            words = [_word(part) for part in item.items if isinstance(part, Scalar)]
+            words = [_word(_escaped(part)) for part in item.items if isinstance(part, Scalar)]
             yield f"{indent}{head} [{', '.join(words)}]"
         elif not item.items:
             yield f"{indent}{head} {{}}"
         else:
             yield f"{indent}{head}"
             yield from _block(item, indent + "  ")
+
+
+def _escaped(scalar: Scalar) -> Scalar:
+    """Return the scalar with `${` as plain text: a written config holds values, not references."""
+    return replace(scalar, text=_DOLLAR.sub(r"\1\1\\${", scalar.text))
 
 
 def _word(scalar: Scalar) -> str:
@@ -241,4 +247,4 @@ def _word(scalar: Scalar) -> str:
         return scalar.text
     if not scalar.quoted and not scalar.text:
         return "null"
-    return json.dumps(scalar.text.replace("${", "\\${"), ensure_ascii=False)
+    return json.dumps(scalar.text, ensure_ascii=False)

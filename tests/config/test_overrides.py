@@ -1,0 +1,240 @@
+"""Overrides on nodes, references, unknown keys, and the recipe that a config names."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from solotune.config import ConfigError, load, read_schema, resolved_yaml
+from solotune.config.registry import find_config, find_recipe
+
+
+def arguments(loaded, key="optimizer"):
+    return loaded.values[key].arguments
+
+
+def test_replacing_a_component_drops_the_old_arguments(load_yaml):
+    loaded = load_yaml("optimizer=torch.optim.SGD")
+    assert loaded.values["optimizer"].path == "torch.optim.SGD"
+    assert arguments(loaded) == {}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_repeated_arguments_belong_to_the_new_component_in_any_order(load_yaml, order):
+    words = ["optimizer=torch.optim.SGD", "optimizer.lr=0.1"][::order]
+    assert arguments(load_yaml(*words)) == {"lr": 0.1}
+
+
+def test_naming_the_same_component_keeps_its_arguments(load_yaml):
+    assert arguments(load_yaml("optimizer=torch.optim.AdamW")) == {"lr": 2e-5, "weight_decay": 0.1}
+
+
+def test_setting_the_path_is_replacing_the_component(load_yaml):
+    loaded = load_yaml("optimizer._component_=torch.optim.SGD", "optimizer.lr=1")
+    assert loaded.values["optimizer"].path == "torch.optim.SGD"
+    assert arguments(loaded) == {"lr": 1}
+
+
+def test_a_dataset_text_is_a_source_and_keeps_the_nodes_other_arguments(load_yaml):
+    loaded = load_yaml("dataset.packed=False", "dataset=other.csv")
+    assert loaded.values["dataset"].path == "solotune.data.dataset"
+    assert arguments(loaded, "dataset") == {"source": "other.csv", "packed": False}
+    node = "dataset:\n  _component_: solotune.data.pydoc_dataset\n  split: all\n"
+    loaded = load_yaml("dataset=other.csv", change=("dataset: chats.jsonl\n", node))
+    assert arguments(loaded, "dataset") == {"source": "other.csv"}
+
+
+def test_a_hub_name_is_a_source_and_a_dotted_path_a_component(load_yaml):
+    loaded = load_yaml("dataset=HuggingFaceH4/no_robots")
+    assert arguments(loaded, "dataset") == {"source": "HuggingFaceH4/no_robots"}
+    loaded = load_yaml("dataset=solotune.data.pydoc_dataset")
+    assert loaded.values["dataset"].path == "solotune.data.pydoc_dataset"
+
+
+def test_a_part_of_an_unset_node_makes_the_node_with_its_default_component(load_yaml):
+    loaded = load_yaml("dataset_val.source=val.jsonl")
+    assert loaded.values["dataset_val"].path == "solotune.data.dataset"
+
+
+def test_list_items_are_set_by_index(load_yaml):
+    more = "names: [a, b]\nextra:\n  sets:\n    - {source: a}\n    - {source: b}\n"
+    loaded = load_yaml("names.1=c", "extra.sets.0.source=x", more=more)
+    assert loaded.values["names"] == ["a", "c"]
+    assert loaded.values["extra"] == {"sets": [{"source": "x"}, {"source": "b"}]}
+    with pytest.raises(ConfigError, match=r"names\.2: names is a list of 2 items"):
+        load_yaml("names.2=c", more=more)
+
+
+def test_a_tilde_deletes_a_key_so_that_its_default_counts(load_yaml):
+    more = "clip_grad_norm: 3\nnames: [a, b]\n"
+    loaded = load_yaml("~clip_grad_norm", "~names.0", "~optimizer.lr", more=more)
+    assert loaded.values["clip_grad_norm"] == 1.0
+    assert loaded.values["names"] == ["b"]
+    assert "lr" not in arguments(loaded)
+    with pytest.raises(ConfigError, match=r"no clip_grad_nrm; did you mean clip_grad_norm\?"):
+        load_yaml("~clip_grad_nrm", more=more)
+
+
+def test_a_value_has_no_parts(load_yaml):
+    with pytest.raises(ConfigError, match=r"steps\.a: steps is 3, which has no parts"):
+        load_yaml("steps.a=1", more="steps: 3\n")
+
+
+def test_the_last_of_two_overrides_wins(load_yaml):
+    assert load_yaml("steps=1", "steps=2").values["steps"] == 2
+
+
+def test_references_stand_for_other_keys(load_yaml):
+    more = "run_name: ${output_dir}/x\nsteps: ${extra.n}\nnames: ['${extra.n}', b]\nextra: {n: 7}\n"
+    loaded = load_yaml("extra.n=8", "optimizer.lr=${lr}", "lr=2", more=more)
+    assert loaded.values["run_name"] == "out/x"
+    assert loaded.values["steps"] == 8
+    assert loaded.values["names"] == ["8", "b"]
+    assert arguments(loaded)["lr"] == 2
+
+
+def test_a_reference_to_a_node_copies_it(load_yaml):
+    loaded = load_yaml(more="dataset_val: ${dataset}\n")
+    assert loaded.values["dataset_val"].path == "solotune.data.dataset"
+    assert arguments(loaded, "dataset_val") == {"source": "chats.jsonl"}
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["${oc.env:HOME}", "a${oc.env:HOME}", "${a.${oc.env:X}}", "${oc.create:1}", "${:x}", "${x:y}"],
+)
+def test_resolvers_are_refused(load_yaml, word):
+    with pytest.raises(ConfigError, match="run_name: .*resolvers are refused"):
+        load_yaml(f"run_name={word}")
+
+
+@pytest.mark.parametrize("word", ["${stps}", "${run_name}", "${optimizer.l}", "${", "${names.9}"])
+def test_a_reference_to_nothing_is_one_fault(load_yaml, word):
+    with pytest.raises(ConfigError, match=r"^run_name: .* has no value") as error:
+        load_yaml(f"run_name={word}", more="steps: 1\nnames: [a]\n")
+    assert "\n" not in str(error.value)
+
+
+def test_all_faults_are_listed_at_once_with_file_line_and_nearest_key(load_yaml, tmp_path: Path):
+    with pytest.raises(ConfigError) as error:
+        load_yaml("stepz=3", "lr=x", more="clip_grad_nrm: 1\nshuffle: 3\nlrr: 1\n")
+    file = tmp_path / "tiny.yaml"
+    assert str(error.value).splitlines() == [
+        "5 faults in the config",
+        f"  clip_grad_nrm: unknown key; did you mean clip_grad_norm? ({file}:8)",
+        f"  lrr: unknown key; did you mean lr? ({file}:10)",
+        "  stepz: unknown key; did you mean steps?",
+        "  lr: a number is needed, not x",
+        f"  shuffle: True or False is needed, not 3 ({file}:9)",
+    ]
+
+
+def test_a_key_of_a_node_is_found_by_its_last_word(load_yaml):
+    with pytest.raises(ConfigError, match=r"weight_decay: unknown key; did you mean optimizer\.we"):
+        load_yaml("weight_decay=0.1")
+
+
+def test_a_required_key_without_a_value_is_named(recipe: Path):
+    with pytest.raises(ConfigError) as error:
+        load(recipe, None, ["optimizer=torch.optim.SGD"])
+    assert str(error.value).splitlines()[1:] == [
+        "  dataset: not set: give dataset=...",
+        "  output_dir: not set: give output_dir=...",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "repair"),
+    [
+        (
+            "checkpointer.checkpoint_dir=x",
+            "checkpointer.checkpoint_dir: .*the key is checkpoint_dir",
+        ),
+        ("num_output_chunks=8", "loss.chunk_tokens"),
+        ("loss.num_output_chunks=8", "loss.chunk_tokens"),
+        ("fsdp_cpu_offload=True", "one device"),
+        ("log_peak_memory_stats=True", "always logged"),
+        ("dataset=torchtune.datasets.alpaca_dataset", "source=tatsu-lab/alpaca"),
+        ("optimizer=torchtune.models.llama3.llama3_8b", "solotune.models.auto"),
+    ],
+)
+def test_what_is_torchtunes_gets_its_equivalent_named(load_yaml, override, repair):
+    with pytest.raises(ConfigError, match=f"torchtune.*{repair}|{repair}"):
+        load_yaml(override)
+
+
+def test_a_config_for_another_recipe_is_refused_with_the_repair(load_yaml, recipe: Path):
+    change = ("recipe: tiny.py", "recipe: generate")
+    with pytest.raises(
+        ConfigError, match=r"recipe: the config is for generate, .*tune run generate"
+    ):
+        load_yaml(change=change)
+    stamp = "# solotune 0.1.0 generate sha256:0123456789abcdef\n"
+    recipe.write_text(stamp + recipe.read_text())
+    load_yaml(change=change)  # a copy runs with the configs of its original
+
+
+def test_the_resolved_config_runs_again_with_the_same_values(load_yaml, recipe: Path):
+    words = ["run_name='on'", "optimizer.betas=[0.9, 0.5]", "names=['1', ' a: b ', '']", "lr=1e-7"]
+    loaded = load_yaml(*words, more="dataset_val: {source: '007', column_map: {'a b': x=y}}\n")
+    names: dict = {"__name__": "copied"}
+    exec(recipe.read_text(), names)
+    text = resolved_yaml(loaded.instance(names["Config"]))
+    assert text.startswith(f"recipe: {recipe}\n")
+    again = recipe.with_name("again.yaml")
+    again.write_text(text)
+    found = load(recipe, again).values
+    assert {k: getattr(v, "arguments", v) for k, v in found.items()} == {
+        k: getattr(v, "arguments", v) for k, v in loaded.values.items()
+    }
+    assert found["dataset_val"].arguments["source"] == "007"
+
+
+def test_the_schema_is_read_without_importing_the_recipe(recipe: Path):
+    recipe.write_text("import nowhere_to_be_found\n" + recipe.read_text())
+    schema = read_schema(recipe)
+    assert list(schema)[:3] == ["optimizer", "dataset", "dataset_val"]
+    assert schema["lr"].default == 1e-3
+    assert schema["lr"].comment == "of the optimizer"
+    assert schema["clip_grad_norm"].annotation == float | None
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("x: int = len('a')", "must be a literal"),
+        ("x: __import__('os').system('id') = 1", "is made of"),
+        ("x: Path = 1", "is made of"),
+        ("x: int = 1 +", "not Python"),
+    ],
+)
+def test_a_field_that_source_alone_does_not_tell_is_refused(recipe: Path, field, message):
+    recipe.write_text(f"class Config:\n    {field}\n")
+    with pytest.raises(ConfigError, match=message) as error:
+        read_schema(recipe)
+    assert "tiny.py:2" in str(error.value)
+
+
+def test_a_file_without_config_is_no_recipe(recipe: Path):
+    recipe.write_text("x = 1\n")
+    with pytest.raises(ConfigError, match="dataclass named Config"):
+        read_schema(recipe)
+
+
+@pytest.mark.parametrize("name", ["nope", "nope.py", "no/where.py", "."])
+def test_a_missing_recipe_or_config_is_named(name):
+    with pytest.raises(ConfigError, match="recipe "):
+        find_recipe(name)
+    with pytest.raises(ConfigError, match="config "):
+        find_config(name)
+
+
+def test_the_config_stage_imports_no_torch(recipe: Path, tmp_path: Path):
+    script = (
+        "import sys; from pathlib import Path; from solotune.config import load;"
+        f"load(Path({str(recipe)!r}), None, ['output_dir=x', 'dataset=y.jsonl',"
+        "'optimizer=torch.optim.SGD']);"
+        "sys.exit('torch' in sys.modules or 'omegaconf' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 0
