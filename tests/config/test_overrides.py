@@ -105,7 +105,7 @@ def test_a_reference_to_a_node_copies_it(load_yaml):
     ["${oc.env:HOME}", "a${oc.env:HOME}", "${a.${oc.env:X}}", "${oc.create:1}", "${:x}", "${x:y}"],
 )
 def test_resolvers_are_refused(load_yaml, word):
-    with pytest.raises(ConfigError, match="run_name: .*resolvers are refused"):
+    with pytest.raises(ConfigError, match=r"run_name: .*resolvers are refused"):
         load_yaml(f"run_name={word}")
 
 
