@@ -117,6 +117,15 @@ def make_tokenizer(
     return folder
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked gpu on a machine without a CUDA card."""
+    if item.get_closest_marker("gpu"):
+        import torch  # the tests of the command do without
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA card")
+
+
 @pytest.fixture(scope="session")
 def write_tokenizer() -> Callable[..., Path]:
     """The function that writes a tokenizer folder: other templates, special tokens, merges."""

@@ -56,8 +56,8 @@ def pydoc_dataset(
 ) -> SampleSet:
     """Questions about the functions, classes and methods of Python's standard library.
 
-    `split`: train | validation | all; one row in twenty, by the hash of its answer, is for validation. The rows and
-    their order depend on the Python version alone.
+    `split`: train | validation | all; one row in twenty, by the hash of its answer, is for
+    validation. The rows and their order depend on the Python version and platform alone.
     """
     if split not in ("train", "validation", "all"):
         raise ConfigError(f"dataset.split={split}: use train, validation or all")

@@ -298,8 +298,8 @@ class ChatTemplate:
             spans.append((message, start, end, pieces[own[-1].number].kind == "call"))
 
         turns = []
-        starts = [start for _, start, _, _ in spans[1:]] + [len(text)]
-        for (message, start, end, ends_in_call), limit in zip(spans, starts, strict=True):
+        limits = [*(start for _, start, _, _ in spans[1:]), len(text)][: len(spans)]
+        for (message, start, end, ends_in_call), limit in zip(spans, limits, strict=True):
             terminator = self._terminator(
                 text, controls, start, end, limit, skip_unknown=ends_in_call
             )

@@ -65,7 +65,7 @@ class Tokenizer:
                 f"{folder} holds no tokenizer.json: set checkpoint_dir or tokenizer.path to a "
                 "folder that does"
             )
-        definition = _read_json(folder / "tokenizer.json")
+        definition = {"added_tokens": [], **_read_json(folder / "tokenizer.json")}
         config = _read_json(folder / "special_tokens_map.json") | _read_json(
             folder / "tokenizer_config.json"
         )
