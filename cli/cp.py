@@ -18,6 +18,8 @@ Copy a recipe or a config, by name or path, to a file or a folder of yours.
 The first line of the copy says what it is a copy of, with version and hash, so that you can see
 later what changed. The copy runs from any folder; modules beside it may be named in its configs."""
 
+STAMP = "# solotune "
+
 
 def main(words: list[str]) -> int:
     """Copy the file of that name, with a stamp in its first line."""
@@ -39,7 +41,9 @@ def main(words: list[str]) -> int:
         raise UserError(f"{target} exists: choose another name, or --force overwrites it")
     text = source.read_text(encoding="utf-8")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(f"{stamp(options.name, text)}\n{text}", encoding="utf-8")
+    if not text.startswith(STAMP):  # the copy of a copy keeps the name of the original
+        text = f"{stamp(options.name, text)}\n{text}"
+    target.write_text(text, encoding="utf-8", newline="\n")
     print(target)
     return 0
 
@@ -47,4 +51,4 @@ def main(words: list[str]) -> int:
 def stamp(name: str, text: str) -> str:
     """Return the first line of a copy; `tune run` reads from it which configs fit the copy."""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"# solotune {__version__} {name} sha256:{digest[:16]}"
+    return f"{STAMP}{__version__} {name} sha256:{digest[:16]}"

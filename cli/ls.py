@@ -26,9 +26,9 @@ def main(words: list[str]) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     for row in rows:
-        print(f"{row['recipe']}\n    {row['summary']}")
+        print(f"{row['recipe']}: {row['summary']}")
         for config in row["configs"]:
-            print(f"  {config}")
+            print(f"    {config}")
     if not rows:
         print(f"no recipe and no config contains {options.filter}")
     return 0

@@ -54,10 +54,13 @@ def main(words: list[str] | None = None) -> int:
     except BrokenPipeError:  # `tune cat ... | head`
         sys.stderr.close()
         return 0
-    except (UserError, OSError, MemoryError) as error:
+    except Exception as error:
+        sentence = _sentence(error)
+        if sentence is None:
+            raise  # a fault of ours: the traceback is what helps
         if "--debug" in words:
             traceback.print_exc()
-        print(f"error: {_sentence(error)}", file=sys.stderr)
+        print(f"error: {sentence}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 
 
@@ -80,10 +83,16 @@ def _dispatch(words: list[str]) -> int:
     return verb.main(words[1:])
 
 
-def _sentence(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return "the host memory is used up: lower batch_size or tokenizer.max_seq_len"
+def _sentence(error: Exception) -> str | None:
+    """Return what a user can do about the error, or None where only a developer can do something."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, OSError):
         what = _SENTENCES.get(error.errno or 0, error.strerror or str(error))
         return f"{error.filename}: {what}" if error.filename else what
-    return str(error)
+    # torch raises RuntimeError for both kinds of memory; it is told by name, so as not to import it
+    if type(error).__name__ == "OutOfMemoryError":
+        return "the device memory is used up: lower batch_size or tokenizer.max_seq_len"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in str(error):
+        return "the host memory is used up: lower batch_size or tokenizer.max_seq_len"
+    return None

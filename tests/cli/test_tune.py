@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,9 @@ def main(cfg):
         raise KeyboardInterrupt
     if cfg.fail == "memory":
         raise MemoryError
+    if cfg.fail == "device":
+        import torch
+        raise torch.OutOfMemoryError("CUDA out of memory.")
     if cfg.fail == "missing":
         open(cfg.output_dir)
     if cfg.fail == "space":
@@ -105,6 +109,7 @@ def test_a_recipe_file_runs_directly(folder: Path):
         (["fail=validate"], 1, "error: fail=validate: change it"),
         (["fail=interrupt"], 130, "stopped"),
         (["fail=memory"], 1, "error: the host memory is used up"),
+        (["fail=device"], 1, "error: the device memory is used up"),
         (["fail=missing", "output_dir=gone"], 1, "error: gone: no such file or folder"),
         (["fail=space", "output_dir=full"], 1, "error: full: no space left on the disk"),
         (["outputdir=x"], 1, "error: outputdir: unknown key; did you mean output_dir?"),
@@ -202,6 +207,8 @@ def test_copies_are_stamped_run_and_are_never_overwritten(folder: Path):
     copy.write_text("changed")
     assert tune("cp", "mine.py", copy, "--force", cwd=folder)[0] == 0
     assert copy.read_text().endswith(RECIPE)
+    assert tune("cp", copy, "again.py", cwd=folder)[0] == 0
+    assert (folder / "again.py").read_text() == copy.read_text(), "the stamp of the original stays"
     code, _, err = tune("cp", "mine.py", "x.yaml", cwd=folder)
     assert (code, "end the target so" in err) == (1, True)
 
@@ -243,3 +250,17 @@ def test_a_closed_pipe_is_no_error(folder: Path):
     command = f"{sys.executable} -m solotune cat long.py | head -n 1"
     done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("# line\n", "")
+
+
+def test_listing_and_a_fault_cost_less_than_half_of_importing_torch(folder: Path):
+    def fastest_of_three(*words, command=("-m", "solotune")):
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            tune(*words, cwd=folder, command=command)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    half = fastest_of_three(command=("-c", "import torch")) / 2
+    assert fastest_of_three("ls") < half
+    assert fastest_of_three("validate", "mine.yaml", "outputdir=x") < half

@@ -1,6 +1,7 @@
 """Overrides: `key=value` sets, `~key` deletes, on the tree that the YAML file made."""
 
 import dataclasses
+from pathlib import Path
 
 from solotune.config.component import DEFAULT_PATHS, Permissions, path_fault
 from solotune.config.nodes import Mapping, Node, Scalar, Sequence, read_flow, scalar_value
@@ -52,6 +53,7 @@ def _component_mapping(key: str, node: Node, permissions: Permissions) -> Node:
     if not isinstance(text, str) or "${" in text:
         return node
     is_path = path_fault(text, permissions) is None or text.startswith("torchtune.")
+    is_path = is_path and not Path(text).is_file()
     if key in ("dataset", "dataset_val") and not is_path:
         default = Scalar(DEFAULT_PATHS[key], quoted=True, where=node.where)
         source = Scalar(text, quoted=True, where=node.where)
