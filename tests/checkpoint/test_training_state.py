@@ -104,13 +104,10 @@ def flat_state(optimizer: Optimizer) -> list[Any]:
     """Return every number and tensor in the state, subclasses taken apart, in parameter order."""
 
     def parts(value: Any) -> list[Any]:
-        if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
-            return [
-                part
-                for name in value.__tensor_flatten__()[0]
-                for part in parts(getattr(value, name))
-            ]
-        return [value]
+        if not hasattr(value, "__tensor_flatten__"):
+            return [value]
+        names, _ = value.__tensor_flatten__()
+        return [part for name in names for part in parts(getattr(value, name))]
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p] for p in parameters]
@@ -189,9 +186,10 @@ def test_fp32_norms_resume_exactly_from_bf16_weights(make_folder: Make, tmp_path
     run = Run(folder, tmp_path / "run", adamw)
     run.step(1)
     run.save(1)
-    norm = run.model.norm.weight
+    norm = run.model.get_parameter("norm.weight")
     assert not torch.equal(norm, norm.bfloat16().float())
-    assert torch.equal(Run(folder, tmp_path / "run", adamw).model.norm.weight, norm)
+    resumed = Run(folder, tmp_path / "run", adamw)
+    assert torch.equal(resumed.model.get_parameter("norm.weight"), norm)
 
 
 def test_progress_and_generators_come_back(make_folder: Make, tmp_path: Path) -> None:
@@ -303,7 +301,7 @@ def test_state_that_cannot_be_saved_is_refused_before_anything_is_written(
     make_folder: Make, tmp_path: Path
 ) -> None:
     run = Run(make_folder(), tmp_path / "run", adamw)
-    run.optimizer.state[run.model.norm.weight]["history"] = [1, 2]
+    run.optimizer.state[run.model.get_parameter("norm.weight")]["history"] = [1, 2]
     with pytest.raises(CheckpointError, match=r"keeps a list as norm\.weight\.history"):
         run.save(1)
     assert not (tmp_path / "run").exists()
