@@ -84,7 +84,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _sentence(error: Exception) -> str | None:
-    """Return what a user can do about the error, or None where only a developer can do something."""
+    """Return what a user can do about the error, or None where it is a fault of ours."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):

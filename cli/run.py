@@ -72,7 +72,7 @@ def keys_of(recipe: Path) -> str:
     """Return one line a key: name, type, default and comment."""
     lines = []
     for field in read_schema(recipe).values():
-        default = "" if field.default is REQUIRED else f" = {field.default!r}"
+        default = " (required)" if field.default is REQUIRED else f" = {field.default!r}"
         comment = f"  # {field.comment}" if field.comment else ""
         lines.append(f"  {field.name}: {field.annotation_text}{default}{comment}")
     return "\n".join(lines)

@@ -151,7 +151,7 @@ def test_a_bug_is_not_hidden(folder: Path):
         (["run", "mine.py", "--config", "gone.yaml"], "gone.yaml: there is no such file"),
         (["run", "gone.py", "--config", "mine.yaml"], "gone.py: there is no such file"),
         (["validate"], "name a config"),
-        (["validte"], "did you mean validate?"),
+        (["validatee"], "did you mean validate?"),
         (["cat", "gone"], "`tune ls` lists them"),
         (["cp", "mine.py"], "required: target"),
     ],
@@ -168,7 +168,7 @@ def test_validate_reports_static_faults_without_torch_then_arguments(folder: Pat
         "print('torch' in sys.modules); sys.exit(code)"
     )
     python = {"cwd": folder, "command": ("-c", script)}
-    code, out, err = tune("validate", "mine.yaml", "outputdir=x", "fale=1", **python)
+    code, out, err = tune("validate", "mine.yaml", "outputdir=x", "outputt=1", **python)
     assert (code, out) == (1, "False\n")
     assert err.count("unknown key") == 2
     code, out, err = tune("validate", "mine.yaml", "optimizer.lrr=1", **python)
@@ -220,7 +220,7 @@ def test_copies_are_stamped_run_and_are_never_overwritten(folder: Path):
 
 
 def test_every_shipped_file_is_printed_and_copied_as_it_is(tmp_path: Path):
-    from solotune.cli.main import main
+    from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
 
     for name, path in {**recipes(), **configs()}.items():
         assert main(["cp", name, str(tmp_path / "copies") + "/" + name + path.suffix]) == 0

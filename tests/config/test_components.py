@@ -143,10 +143,11 @@ def nested(recipe: Path):
 
 
 def test_nested_components_are_checked_and_built(nested):
-    word = "optimizer.inner={_component_: beside_nested.inner, size: x, nam: y}"
+    word = "optimizer.inner={_component_: beside_nested.inner, size: x, namee: y}"
     assert nested(word).check() == [
         "optimizer.inner.size: a whole number is needed, not x",
-        "optimizer.inner.nam: beside_nested.inner takes no nam; did you mean optimizer.inner.name?",
+        "optimizer.inner.namee: beside_nested.inner takes no namee;"
+        " did you mean optimizer.inner.name?",
         "optimizer.inner.name: beside_nested.inner needs it: set optimizer.inner.name=...",
     ]
     built = nested("optimizer.inner={_component_: beside_nested.inner, size: 2, name: 007}").build()

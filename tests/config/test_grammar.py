@@ -164,7 +164,7 @@ def test_bad_yaml_is_a_fault_with_file_and_line(load_yaml, text, message):
 
 def test_a_file_that_is_not_text_is_named(tmp_path: Path):
     path = tmp_path / "latin.yaml"
-    path.write_bytes(b"output_dir: caf\xe9\n")
+    path.write_bytes(b"output_dir: \xe9t\xe9\n")
     with pytest.raises(ConfigError, match=r"latin\.yaml: not UTF-8"):
         read_file(path)
 

@@ -150,7 +150,9 @@ def _unknown_keys(tree: Mapping, schema: Schema) -> list[str]:
         repairs = {key: torchtune.equivalent_key(key) for key in [name, *below]}
         repair = repairs.pop(name)
         faults.append(f"{name}: unknown key{repair or suggest(name, known)}{at(node.where)}")
-        faults += [f"{key}: unknown key{why}" for key, why in repairs.items() if why]
+        faults += [
+            f"{key}: unknown key{why}" for key, why in repairs.items() if why not in ("", repair)
+        ]
     return faults
 
 
