@@ -288,6 +288,8 @@ def test_newest_checkpoint_is_whole_whenever_a_save_is_killed(
         checkpointer.load_training_state(resume, run.model, run.optimizer)
         assert mark_of(output_dir / (output_dir / "best").read_text().strip()) in (1, 70)
         assert not [name for name in listing(output_dir) if name.startswith(".")]
+        for whole in output_dir.glob("step_*"):
+            mark_of(whole)
         seen.add(mark)
 
     moments = survives_a_kill_at_every_moment(
