@@ -247,6 +247,16 @@ def test_a_message_that_the_template_drops_is_counted(
     )
 
 
+def test_a_row_keeps_its_side_of_the_split_when_the_template_changes(
+    load_rows: Load, make_tokenizer: Callable[..., Tokenizer]
+) -> None:
+    rows = [{"prompt": "q", "completion": str(k)} for k in range(9)]
+    today, tomorrow = (make_tokenizer(date + CHATML) for date in ("1 May ", "2 May "))
+    hashes = [load_rows(each, *rows).rows_N.tolist() for each in (today, tomorrow)]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes[0])) == 9
+
+
 def test_bos_stands_once_and_eos_once(
     load_rows: Load, make_tokenizer: Callable[..., Tokenizer]
 ) -> None:

@@ -102,7 +102,7 @@ def test_packs_never_overflow_and_are_best_fit(lengths: list[int]) -> None:
     assert min(rooms) >= 0
 
 
-def test_a_hundred_thousand_samples_are_packed_well_and_at_once() -> None:
+def test_a_hundred_thousand_samples_fill_their_packs() -> None:
     lengths = -np.sort(-np.random.default_rng(0).integers(5, 1500, 100_000))
     packs = best_fit(lengths, capacity=2048)
     assert lengths.sum() / ((packs.max() + 1) * 2048) > 0.98

@@ -245,7 +245,29 @@ def test_tool_arguments_keep_their_types_from_row_to_row(
         )
         for index in (0, 1):
             assert expected in text_of(tokenizer, samples, index)
-            assert trained_of(tokenizer, samples, index)[0].endswith(expected + "<|im_end|>")
+            # the empty think block before the call is the template's
+            assert trained_of(tokenizer, samples, index) == [expected + "<|im_end|>"]
+
+
+@pytest.mark.parametrize("tail", ["<|call|>", ""])
+def test_a_call_is_trained_to_its_end_whatever_control_tokens_it_is_written_with(
+    tail: str, make_tokenizer: Make, load_rows: Load
+) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.tool_calls %}"
+        "{{ ' to=' + m.tool_calls[0].name + '<|args|>' }}{{ m.tool_calls[0].arguments | tojson }}"
+        + tail
+        + "{% else %}{{ '<|args|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    )
+    specials = ("<s>", "</s>", "<|start|>", "<|args|>", "<|end|>", "<|call|>")
+    tokenizer = make_tokenizer(template, specials=specials)
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+    result = {"role": "tool", "content": "2"}
+    messages = [*chat("q"), call, result, {"role": "assistant", "content": "a"}]
+    samples = load_rows(tokenizer, {"messages": messages})
+    trained = [run for i in range(len(samples)) for run in trained_of(tokenizer, samples, i)]
+    assert trained == [' to=f<|args|>{"x": 1}' + (tail or "</s>"), "a<|end|>"]
 
 
 def test_reasoning_is_trained_where_the_template_writes_it(

@@ -1,7 +1,7 @@
 """One conversation as the samples it is trained on: renderings and their trained spans."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from solotune.data.messages import Conversation, assistant_indexes
 from solotune.errors import DataError
@@ -18,6 +18,7 @@ class ChatSample:
     trained: tuple[Span, ...]
     ends_open: bool = False  # the last trained turn stands at the end and has no terminator
     lost_reasoning: int = 0  # earlier turns whose reasoning the template leaves out
+    not_shown: int = 0  # messages of others whose text the template leaves out
 
 
 def chat_samples(
@@ -35,13 +36,36 @@ def chat_samples(
     earlier turns, one sample for each trained turn, unless `history` is `as_rendered`. Raises
     DataError where a turn or its reasoning is not rendered.
     """
-    messages, tools = conversation.messages, conversation.tools
-    full = template.render_turns(messages, tools=tools)
+    full = template.render_turns(conversation.messages, tools=conversation.tools)
     if train_on_input:
-        return [ChatSample(full, ((0, len(full.text)),))]
+        samples = [ChatSample(full, ((0, len(full.text)),))]
+    else:
+        samples = _trained_samples(template, conversation, full, train_on=train_on, history=history)
+    not_shown = sum(
+        message["role"] != "assistant" and message["content"].strip() not in full.text
+        for message in conversation.messages
+    )
+    return [replace(samples[0], not_shown=not_shown), *samples[1:]]
+
+
+def _trained_samples(
+    template: ChatTemplate,
+    conversation: Conversation,
+    full: Rendering,
+    *,
+    train_on: str,
+    history: str,
+) -> list[ChatSample]:
+    messages, tools = conversation.messages, conversation.tools
     wanted = [k for k in assistant_indexes(conversation, train_on) if _has_text(messages[k])]
     if history == "as_rendered":
         turns = [_turn(template, full, k) for k in wanted]
+        for turn in turns[:-1]:
+            if turn.terminator is None and messages[turn.message].get("tool_calls"):
+                raise DataError(
+                    f"{template.name} writes no terminator after the tool call of message "
+                    f"{turn.message}: use dataset.history=per_turn"
+                )
         lost = sum(turn.lost_reasoning for turn in turns)
         if turns and turns[-1].message == len(messages) - 1:
             _check_reasoning(template, turns[-1])

@@ -1,5 +1,6 @@
 """Rows of a file as samples: label masks, and a count of everything that was left out."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -162,20 +163,18 @@ def _drafts(
             history=history,
             train_on_input=train_on_input,
         )
-        texts = [sample.rendering.text for sample in samples]
-        shown = texts[-1] if texts else ""
-        report.messages_not_rendered += sum(
-            message["content"].strip() not in shown for message in content.messages
-        )
+        report.messages_not_rendered += sum(sample.not_shown for sample in samples)
         report.reasoning_lost += sum(sample.lost_reasoning for sample in samples)
         report.turns_without_terminator += sum(sample.ends_open for sample in samples)
+        # of the messages, not of the rendering: a template may write the date of today
+        content_hash = row_hash(json.dumps(content.messages, sort_keys=True, default=str))
         drafts = [
             _Draft(
                 sample.rendering,
                 sample.trained,
                 add_bos=False,
                 add_eos=sample.ends_open,
-                row=row_hash(*texts),
+                row=content_hash,
             )
             for sample in samples
         ]
@@ -194,8 +193,6 @@ def _drafts(
     for draft in drafts:
         tokenizer.check_text(draft.rendering.text)
     report.plain_controls += sum(len(draft.rendering.plain) for draft in drafts)
-    if not drafts:
-        report.rows_skipped += 1
     yield from drafts
 
 

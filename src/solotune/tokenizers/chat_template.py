@@ -35,6 +35,7 @@ _OPEN, _CLOSE, _END, _GENERATION, _ENDGENERATION = "\ufde0", "\ufde1", "\ufde2",
 _MARK = re.compile("[\ufde0\ufde1][\ufdd0-\ufddf]+\ufde2|[\ufde3\ufde4]")
 RESERVED = re.compile("[\ufdd0-\ufdef]")
 _THINK = re.compile(r"</?think>")
+_EMPTY_THINK = re.compile(r"\s*(<think>)?\s*</think>\s*")
 
 
 def number_mark(kind: str, number: int) -> str:
@@ -121,7 +122,7 @@ class ChatTemplate:
         for marked_messages, marked_tools, pieces in self._mark_variants(messages, tools):
             marked = self._run(self._marked, marked_messages, marked_tools, add_generation_prompt)
             if _MARK.sub("", marked) == text:
-                return self._locate(text, _read_marks(marked), pieces)
+                return self._locate(text, _read_marks(marked), pieces, last=len(messages) - 1)
         raise DataError(
             f"{self.name} changes the texts of a conversation, so that its assistant turns cannot "
             "be found in the rendering: put {% generation %} ... {% endgeneration %} around them"
@@ -263,8 +264,10 @@ class ChatTemplate:
             marked.append(changed)
         return marked, plain_leaves(tools, -1), pieces
 
-    def _locate(self, text: str, marks: list["_Mark"], pieces: list["_Piece"]) -> Rendering:
-        """Turn the marks of an accepted rendering into turns and plain spans."""
+    def _locate(
+        self, text: str, marks: list["_Mark"], pieces: list["_Piece"], *, last: int
+    ) -> Rendering:
+        """The turns and plain spans of an accepted rendering; `last` is the last message."""
         plain, opened, blocks = [], {}, []
         edges: dict[int, list[_Mark]] = {}
         for mark in marks:
@@ -293,47 +296,47 @@ class ChatTemplate:
                 start, end = own_blocks[0][0], own_blocks[-1][1]
             elif pieces[first.number].kind != "content":
                 start = self._after_header(
-                    text, previous=spans[-1][2] if spans else 0, before=start
+                    text,
+                    previous=spans[-1][2] if spans else 0,
+                    before=start,
+                    skip_think=pieces[first.number].kind == "call",
                 )
             spans.append((message, start, end, pieces[own[-1].number].kind == "call"))
 
         turns = []
         limits = [*(start for _, start, _, _ in spans[1:]), len(text)][: len(spans)]
-        for (message, start, end, ends_in_call), limit in zip(spans, limits, strict=True):
-            terminator = self._terminator(
-                text, controls, start, end, limit, skip_unknown=ends_in_call
+        for (message, start, end, is_call), limit in zip(spans, limits, strict=True):
+            end, terminator = self._end_of_turn(
+                text, controls, start, end, limit, is_call=is_call, is_last=message == last
             )
             shown = {mark.number for mark in edges[message]}
-            expected = {
-                k
-                for k, piece in enumerate(pieces)
-                if (piece.message, piece.kind) == (message, "reasoning")
+            reasoning = {
+                number
+                for number, piece in enumerate(pieces)
+                if piece.message == message and piece.kind == "reasoning"
             }
-            turns.append(
-                Turn(
-                    message,
-                    start,
-                    max(end, terminator.end()) if terminator else end,
-                    terminator[0] if terminator else None,
-                    lost_reasoning=bool(expected) and not expected & shown,
-                )
-            )
+            lost = bool(reasoning) and not reasoning & shown
+            turns.append(Turn(message, start, end, terminator, lost_reasoning=lost))
         return Rendering(text, tuple(turns), tuple(plain))
 
-    def _after_header(self, text: str, *, previous: int, before: int) -> int:
+    def _after_header(self, text: str, *, previous: int, before: int, skip_think: bool) -> int:
         """Where a turn starts that opens with reasoning or a call.
 
         The model must write their markup (`<think>`) itself, so the turn starts after the
-        generation prompt, or as much of it as stands there.
+        generation prompt, or as much of it as stands there, its control token at least. A think
+        block before a call is empty, the template wrote it: `skip_think`.
         """
         prompt = self.generation_prompt
-        for length in range(len(prompt), 0, -1):
-            found = text.rfind(prompt[:length], previous, before)
+        header = self.control_pattern.search(prompt)
+        for length in range(len(prompt), header.end() - 1 if header else len(prompt) - 1, -1):
+            found = text.rfind(prompt[:length], previous, before) if length else -1
             if found >= 0:
-                return found + length
+                start = found + length
+                empty = _EMPTY_THINK.match(text, start, before) if skip_think else None
+                return empty.end() if empty else start
         return before
 
-    def _terminator(
+    def _end_of_turn(
         self,
         text: str,
         controls: list[re.Match],
@@ -341,26 +344,30 @@ class ChatTemplate:
         end: int,
         limit: int,
         *,
-        skip_unknown: bool,
-    ) -> re.Match | None:
-        """The control token that ends a turn: the last in it (generation block) or the next."""
-        inside = [
-            match
-            for match in controls
-            if start < match.end() <= end and not text[match.end() : end].strip()
-        ]
-        if inside:
-            return inside[-1]
+        is_call: bool,
+        is_last: bool,
+    ) -> tuple[int, str | None]:
+        """Where a turn ends whose text ends at `end`, with its terminator; the terminator."""
+        inside = [match for match in controls if start < match.end() <= end]
+        if inside and not text[inside[-1].end() : end].strip():  # a generation block may hold it
+            return end, inside[-1][0]
         after = [match for match in controls if end <= match.start() and match.end() <= limit]
-        if skip_unknown:  # calls may be closed by control tokens of their own before the turn is
-            header = self.control_pattern.search(self.generation_prompt)
-            for k, match in enumerate(after):
-                if header and match[0] == header[0]:
-                    after = after[max(k - 1, 0) :]
-                    break
-                if match[0] in self.turn_enders:
-                    return match
-        return after[0] if after else None
+        if not is_call:
+            return (after[0].end(), after[0][0]) if after else (end, None)
+        # a call may be written with control tokens of its own: only a known one ends the turn, or
+        # the one before the next header, or the end of the text
+        header = self.control_pattern.search(self.generation_prompt)
+        for k, match in enumerate(after):
+            if header and match[0] == header[0]:
+                last = after[k - 1]
+                closes = k > 0 and not text[last.end() : match.start()].strip()
+                return (last.end(), last[0]) if closes else (end, None)
+            if match[0] in self.turn_enders or match[0] == self.terminator:
+                return match.end(), match[0]
+        if not is_last:
+            return end, None
+        end = len(text.rstrip())
+        return end, after[-1][0] if after and after[-1].end() == end else None
 
 
 @dataclass(frozen=True)
