@@ -21,10 +21,11 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from solotune.checkpoint import Checkpointer
 from solotune.config import Component, ConfigError, parse_cli, resolved_yaml
@@ -65,7 +66,7 @@ class Config:
     checkpoint_dir: str  # a Hugging Face folder, or the folder of an earlier run
     output_dir: str | None = None  # null: ./runs/<config>-<time>
     overwrite: bool = False  # whether output_dir may hold an earlier run, which is deleted
-    resume_from_checkpoint: bool | str = False  # True: newest of output_dir; or a step or run folder
+    resume_from_checkpoint: bool | str = False  # True: output_dir's newest; or a step or run folder
 
     # memory
     device: str = "auto"  # auto: cuda, xpu, mps, cpu, the first that is there
@@ -87,7 +88,7 @@ class Config:
     batch_size: int = 1  # rows of one micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches of one optimizer step
     clip_grad_norm: float | None = 1.0  # global L2 norm; null: no clipping
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # what a loss or gradient norm of NaN or inf does
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # at a loss or norm of NaN or inf
     shuffle: bool = True
     seed: int = 42
     deterministic: bool = False  # refuse kernels whose sums have no fixed order
@@ -127,10 +128,10 @@ def validate(cfg: Config) -> None:
             raise ConfigError(f"{key}={getattr(cfg, key)} is not in this version: remove the key")
 
 
-def setup_model(cfg: Config, dtype: torch.dtype) -> Decoder:
+def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
     """Build on meta, where nothing has memory yet, and set the memory features."""
     with torch.device("meta"):
-        model = cfg.model.build(checkpoint_dir=cfg.checkpoint_dir)
+        model = cfg.model.build(checkpoint_dir=folder)
     set_dtype(model, dtype)  # [mem] weights  [num] one-dimensional parameters stay fp32
     if cfg.enable_activation_checkpointing:
         checkpoint_blocks(model)  # [mem] activations: keep block inputs, recompute the rest
@@ -198,7 +199,7 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(model: Decoder, loss_fn: nn.Module, loader: Loader, host: HostMemory) -> float:
-    """Return the mean loss over all targets of a loader; random numbers and order stay untouched."""
+    """Return the mean loss over all targets; generators and data order stay untouched."""
     total = torch.zeros((), device=model.device)
     for batch in loader.epoch(0):
         batch = batch.to(model.device)
@@ -221,8 +222,8 @@ def main(cfg: Config) -> None:
     checkpoint = Checkpointer(cfg.checkpoint_dir, output_dir, keep_last=cfg.keep_last_n_checkpoints)
     resumed_from = checkpoint.find_resume(resume)
 
-    model = setup_model(cfg, dtype)
-    tokenizer = cfg.tokenizer.build(checkpoint_dir=cfg.checkpoint_dir)
+    model = setup_model(cfg, checkpoint.checkpoint_dir, dtype)
+    tokenizer = cfg.tokenizer.build(checkpoint_dir=checkpoint.checkpoint_dir)
     loader, loader_val, data_facts = setup_data(cfg, tokenizer)
     loaded = checkpoint.load_weights(model, device=device, resume=resumed_from)  # [mem] weights
     optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
@@ -240,7 +241,12 @@ def main(cfg: Config) -> None:
     total_steps = cfg.epochs * steps_per_epoch
     lr_factor = cfg.lr_scheduler.build(total_steps) if cfg.lr_scheduler else constant(total_steps)
 
-    log = RunLog(output_dir, config_yaml=resolved_yaml(cfg), first_step=progress.step, every=cfg.log_every_n_steps)
+    log = RunLog(
+        output_dir,
+        config_yaml=resolved_yaml(cfg),
+        first_step=progress.step,
+        every=cfg.log_every_n_steps,
+    )
     log.write_run(device, data=data)
     log.facts(
         f"output: {output_dir}",
@@ -306,7 +312,9 @@ def main(cfg: Config) -> None:
                     return
                 save_due = is_due(progress.step, cfg.save_every_n_steps, epoch_ends=not steps_left)
                 save_due |= progress.step == total_steps
-                val_due = is_due(progress.step, cfg.run_val_every_n_steps, epoch_ends=not steps_left)
+                val_due = is_due(
+                    progress.step, cfg.run_val_every_n_steps, epoch_ends=not steps_left
+                )
                 best = False
                 if loader_val and (val_due or save_due):
                     val_loss = validation_loss()

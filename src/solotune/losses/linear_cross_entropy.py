@@ -28,7 +28,8 @@ class Targets(Protocol):
 class LinearCrossEntropy(nn.Module):
     """Cross-entropy from hidden states, with the logits of one chunk alive at a time.
 
-    `chunk_tokens` is the number of target rows of one chunk; None: what 256 MiB of fp32 logits hold.
+    `chunk_tokens` is the number of target rows of one chunk; None: what 256 MiB of fp32
+    logits hold.
     """
 
     def __init__(self, *, chunk_tokens: int | None = None) -> None:

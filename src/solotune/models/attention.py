@@ -32,7 +32,7 @@ class KVCache:
     def update(
         self, block: int, positions_BS: Tensor, k_BSGK: Tensor, v_BSGK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values at their positions; return all of the block's, k_BTGK, v_BTGK."""
+        """Store new keys and values at their positions; return all of the block's."""
         row_B1 = torch.arange(len(positions_BS), device=positions_BS.device).unsqueeze(1)
         keys_BTGK, values_BTGK = self._keys[block], self._values[block]
         keys_BTGK[row_B1, positions_BS] = k_BSGK
@@ -81,9 +81,7 @@ class Attention(nn.Module):
         if context.cache is None:
             out_BSHK = segment_attention(q_BSHK, k_BSGK, v_BSGK, context.segments_BM, scale=scale)
         else:
-            k_BTGK, v_BTGK = context.cache.update(
-                self.index, context.positions_BS, k_BSGK, v_BSGK
-            )
+            k_BTGK, v_BTGK = context.cache.update(self.index, context.positions_BS, k_BSGK, v_BSGK)
             out_BSHK = _cached_attention(q_BSHK, k_BTGK, v_BTGK, context.positions_BS, scale)
         return self.o_proj(out_BSHK.flatten(-2))
 

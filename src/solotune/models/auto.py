@@ -56,6 +56,4 @@ def auto(checkpoint_dir: str | Path) -> Decoder:
     try:
         return build(config)
     except KeyError as missing:
-        raise CheckpointError(
-            f"{checkpoint_dir}/config.json lacks the field {missing}"
-        ) from None
+        raise CheckpointError(f"{checkpoint_dir}/config.json lacks the field {missing}") from None

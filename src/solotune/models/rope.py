@@ -13,7 +13,7 @@ from solotune.errors import CheckpointError
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return one dict (`rope_type`, `rope_theta`, scaling fields) from either spelling of config.json.
+    """Return `rope_type`, `rope_theta` and scaling fields from either spelling of config.json.
 
     Newer folders hold `rope_parameters`; older ones `rope_theta` beside `rope_scaling`, whose type
     is called `rope_type` or `type`.

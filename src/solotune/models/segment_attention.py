@@ -74,9 +74,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; probabilities are recomputed block by block."""
     if _uses_flash(q_BSHK):
-        return _flash_backward(
-            grad_BSHK, q_BSHK, k_BSGK, v_BSGK, segments_BM, out_BSHK, lse, scale
-        )
+        return _flash_backward(grad_BSHK, q_BSHK, k_BSGK, v_BSGK, segments_BM, out_BSHK, lse, scale)
     if q_BSHK.device.type != "cpu":
         with torch.enable_grad():
             inputs = tuple(t.detach().requires_grad_() for t in (q_BSHK, k_BSGK, v_BSGK))
@@ -104,8 +102,7 @@ def _attend_backward(
 @_attend_backward.register_fake
 def _(grad_BSHK, q_BSHK, k_BSGK, v_BSGK, segments_BM, out_BSHK, lse, scale):
     return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t in (q_BSHK, k_BSGK, v_BSGK)
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_BSHK, k_BSGK, v_BSGK)
     )
 
 

@@ -36,7 +36,9 @@ class AdamWKahan(Optimizer):
                 f"optimizer: lr={lr}, betas={tuple(betas)}, weight_decay={weight_decay}: rates are "
                 "0 or more, betas at least 0 and below 1"
             )
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

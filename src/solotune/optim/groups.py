@@ -9,7 +9,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return two groups for an optimizer: matrices, and one-dimensional parameters undecayed.
 
     Matrices, the embedding among them, take the optimizer's `weight_decay`; norm scales and biases
-    take 0. The rule is the number of dimensions, not a class name, so no kind of norm slips through.
+    take 0. The rule is the number of dimensions, not a class name: no kind of norm slips through.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [

@@ -11,7 +11,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a `dtype` key; raises ConfigError where it would not train on `device`."""
+    """Return the dtype that a `dtype` key names; raises ConfigError where it would not train."""
     if name not in DTYPES:
         hint = " (fp16 weights underflow without a loss scaler)" if name == "fp16" else ""
         raise ConfigError(f"dtype={name}{hint}: use dtype={' or dtype='.join(DTYPES)}")

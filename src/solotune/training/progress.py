@@ -31,8 +31,8 @@ class Progress:
         """Raise ConfigError where the batches to come are not those of the saved run."""
         if self.data != data:
             raise ConfigError(
-                "resume_from_checkpoint: dataset, tokenizer, batch_size, max_seq_len or seed differ "
-                f"from the saved run ({self.data}, now {data}): resume with the same, or start a "
+                "resume_from_checkpoint: dataset, tokenizer, batch_size, max_seq_len or seed "
+                f"differ from the saved run ({self.data}, now {data}): resume with the same, or start a "
                 "new run with checkpoint_dir set to the saved folder"
             )
 
@@ -63,9 +63,7 @@ def is_due(step: int, every: int | None, *, epoch_ends: bool) -> bool:
     return epoch_ends if every is None else step % every == 0
 
 
-def check_finite(
-    step: int, loss: float, grad_norm: float | None, *, on_nonfinite: str
-) -> None:
+def check_finite(step: int, loss: float, grad_norm: float | None, *, on_nonfinite: str) -> None:
     """Raise TrainingError, or print, where a step was skipped since its numbers are not finite."""
     wrong = [
         f"{name} is {value}"

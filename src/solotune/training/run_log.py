@@ -77,7 +77,8 @@ def _remove_run(folder: Path) -> None:
 class RunLog:
     """Terminal and files of one run.
 
-    `every` is the number of optimizer steps between two that are written and shown. On resume, the lines of metrics.jsonl after `first_step` are dropped: they are made again.
+    `every` is the number of optimizer steps between two that are written and shown. On resume, the
+    lines of metrics.jsonl after `first_step` are dropped: they are made again.
     """
 
     def __init__(

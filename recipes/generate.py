@@ -1,0 +1,179 @@
+"""Answers of a model to prompts, with a key/value cache, in batches.
+
+Run:     tune run generate checkpoint_dir=runs/mine/final prompt="What is a decorator?"
+         tune run generate checkpoint_dir=models/mine prompts_file=prompts.txt output_file=out.jsonl
+
+Memory is decided by lines marked [mem]; lines marked [num] decide the arithmetic.
+
+Shapes: B prompts of a batch, S tokens of the longest prompt, D width, V vocabulary.
+"""
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from solotune.checkpoint import load_weights, model_folder
+from solotune.config import Component, ConfigError, parse_cli
+from solotune.data import read_prompts
+from solotune.models import Decoder
+from solotune.tokenizers import Tokenizer
+from solotune.training import pick_device, pick_dtype, set_dtype
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Every key that the YAML or the command line may hold, with its unit and default."""
+
+    model: Component  # solotune.models.auto reads config.json of checkpoint_dir
+    tokenizer: Component
+    checkpoint_dir: str  # a Hugging Face folder, or the folder of a run
+    device: str = "auto"  # auto: cuda, xpu, mps, cpu, the first that is there
+    dtype: str = "bf16"  # bf16 or fp32
+
+    prompt: str | None = None  # one prompt
+    prompts_file: str | None = None  # .txt: one a line; json, jsonl, csv: prompt or messages
+    system: str | None = None  # a system message before each prompt
+    chat: bool = True  # whether prompts are rendered by the chat template
+    output_file: str | None = None  # .jsonl, one object a prompt; null: the terminal
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0  # 0: always the likeliest token
+    top_k: int | None = None  # sample among the k likeliest
+    top_p: float | None = None  # sample among the likeliest that hold this probability together
+    seed: int = 42  # each prompt draws from (seed, its number): batch_size changes no answer
+    batch_size: int = 8  # prompts
+
+
+def validate(cfg: Config) -> None:
+    """Refuse what would be wrong or silently useless; each message names the key to change."""
+    if (cfg.prompt is None) == (cfg.prompts_file is None):
+        raise ConfigError("set one of prompt and prompts_file")
+    if cfg.temperature < 0:
+        raise ConfigError(f"temperature={cfg.temperature}: use 0 or more")
+    if cfg.temperature == 0 and (cfg.top_k is not None or cfg.top_p is not None):
+        raise ConfigError("top_k and top_p have no effect at temperature=0: set temperature")
+    if cfg.top_p is not None and not 0 < cfg.top_p <= 1:
+        raise ConfigError(f"top_p={cfg.top_p}: use a number above 0, at most 1")
+    for key in ("top_k", "max_new_tokens", "batch_size"):
+        value = getattr(cfg, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"{key}={value}: use 1 or more")
+    if cfg.system is not None and not cfg.chat:
+        raise ConfigError("system has no place without the chat template: set chat=True")
+
+
+def encode(cfg: Config, tokenizer: Tokenizer, prompt: str | list[dict]) -> list[int]:
+    """Return the tokens of a prompt, as training would have them before an answer."""
+    if not cfg.chat:
+        if not isinstance(prompt, str):
+            raise ConfigError("chat=False takes prompts as text, not as messages")
+        return tokenizer.encode(prompt, add_bos=tokenizer.adds_bos)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if cfg.system is not None:
+        messages = [{"role": "system", "content": cfg.system}, *messages]
+    return tokenizer.encode_chat(messages)
+
+
+def pick(cfg: Config, logits_BV: Tensor, generators: list[torch.Generator]) -> Tensor:
+    """Return the next token of each row, (B,)."""
+    if cfg.temperature == 0:
+        return logits_BV.argmax(-1)
+    logits_BV = logits_BV.float() / cfg.temperature  # [num] probabilities in fp32
+    if cfg.top_k is not None:
+        least_B1 = logits_BV.topk(min(cfg.top_k, logits_BV.size(-1))).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+    if cfg.top_p is not None:
+        sorted_BV, order_BV = logits_BV.sort(descending=True)
+        before_BV = sorted_BV.softmax(-1).cumsum(-1) - sorted_BV.softmax(-1)
+        sorted_BV = sorted_BV.masked_fill(before_BV >= cfg.top_p, -torch.inf)
+        logits_BV = torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)
+    p_BV = logits_BV.softmax(-1)
+    rows = [torch.multinomial(p, 1, generator=g) for p, g in zip(p_BV, generators, strict=True)]
+    return torch.cat(rows)
+
+
+@torch.inference_mode()
+def answer(
+    cfg: Config, model: Decoder, prompts: list[list[int]], stop_ids: list[int], first: int
+) -> list[list[int]]:
+    """Return the new tokens of each prompt of a batch, without the stop token.
+
+    `first` is the number of the batch's first prompt, for the random draws.
+    """
+    device = model.device
+    lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    longest = max(len(prompt) for prompt in prompts)
+    tokens_BS = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
+    cache = model.new_cache(len(prompts), longest + cfg.max_new_tokens)  # [mem] cache
+    generators = [
+        torch.Generator(device).manual_seed(cfg.seed * 1_000_003 + first + row)
+        for row in range(len(prompts))
+    ]
+
+    def hidden(tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        context = model.context(positions_BS, None, cache)
+        return model.hidden_states(model.embed(tokens_BS), context)
+
+    positions_BS = torch.arange(longest, device=device).expand(len(prompts), -1)
+    rows_B = torch.arange(len(prompts), device=device)
+    last_BD = hidden(tokens_BS, positions_BS)[rows_B, lengths_B - 1]
+    stops = torch.tensor(stop_ids, device=device)
+    done_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    picked: list[Tensor] = []
+    for number in range(cfg.max_new_tokens):
+        token_B = pick(cfg, last_BD @ model.output_weight.T, generators)  # [mem] B rows of logits
+        picked.append(token_B)
+        done_B |= torch.isin(token_B, stops)
+        if number % 8 == 7 and done_B.all():  # a host read, so not at each token
+            break
+        last_BD = hidden(token_B.unsqueeze(1), (lengths_B + number).unsqueeze(1))[:, 0]
+    answers = torch.stack(picked, 1).tolist()
+    return [_until_stop(tokens, set(stop_ids)) for tokens in answers]
+
+
+def _until_stop(tokens: list[int], stop_ids: set[int]) -> list[int]:
+    end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[:end]
+
+
+def open_answers(path: str | None) -> AbstractContextManager[TextIO | None]:
+    """Return the file for the answers, opened before any weight is read; None for the terminal."""
+    return nullcontext() if path is None else Path(path).open("w", encoding="utf-8")
+
+
+def main(cfg: Config) -> None:
+    """Everything in the order in which it happens."""
+    validate(cfg)
+    device = pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, device)
+    folder = model_folder(cfg.checkpoint_dir)
+    with torch.device("meta"):
+        model = cfg.model.build(checkpoint_dir=folder)
+    set_dtype(model, dtype).eval()
+    tokenizer = cfg.tokenizer.build(checkpoint_dir=folder)
+    prompts = [cfg.prompt] if cfg.prompt is not None else read_prompts(cfg.prompts_file)
+    encoded = [encode(cfg, tokenizer, prompt) for prompt in prompts]
+    load_weights(model, folder, device=device)  # [mem] weights
+
+    with open_answers(cfg.output_file) as output:
+        for first in range(0, len(encoded), cfg.batch_size):
+            batch = slice(first, first + cfg.batch_size)
+            answers = answer(cfg, model, encoded[batch], tokenizer.stop_ids(), first)
+            for prompt, tokens in zip(prompts[batch], answers, strict=True):
+                text = tokenizer.decode(tokens, skip_special=True)
+                if output is None:
+                    asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                    print(f"> {asked}\n{text}\n", flush=True)
+                else:
+                    output.write(json.dumps({"prompt": prompt, "answer": text}) + "\n")
+    if cfg.output_file is not None:
+        print(cfg.output_file)
+
+
+if __name__ == "__main__":
+    main(parse_cli(Config))
