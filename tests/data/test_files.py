@@ -182,9 +182,9 @@ def test_column_map_names_the_columns_of_the_file(load_rows: Load, tokenizer: To
 
 def test_an_unknown_role_names_row_and_role_list(load_rows: Load, tokenizer: Tokenizer) -> None:
     good = {"messages": [USER, ASSISTANT]}
-    bad = {"messages": [USER, ASSISTANT | {"role": "asistant"}]}
+    bad = {"messages": [USER, ASSISTANT | {"role": "narrator"}]}
     with pytest.raises(
-        DataError, match=r"line 2: message 1 has the role 'asistant', of the roles \['user', 'asis"
+        DataError, match=r"line 2: message 1 has the role 'narrator', of the roles \['user', 'narr"
     ):
         load_rows(tokenizer, good, bad)
 
