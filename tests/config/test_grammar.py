@@ -92,6 +92,8 @@ def test_home_expands_in_yaml_and_override(load_yaml, monkeypatch):
     assert load_yaml("output_dir=~/run").values["output_dir"] == "/tmp/h/run"
     loaded = load_yaml(change=("output_dir: out", "output_dir: ~/run"))
     assert loaded.values["output_dir"] == "/tmp/h/run"
+    assert load_yaml("output_dir=~/").values["output_dir"] == "/tmp/h"
+    assert load_yaml("output_dir=~x\\y").values["output_dir"] == "~x\\y"
     assert load_yaml("dataset=~/x.jsonl").values["dataset"].arguments["source"] == "/tmp/h/x.jsonl"
 
 

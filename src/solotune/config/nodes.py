@@ -13,6 +13,7 @@ leading zero):
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -93,7 +94,8 @@ def plain(node: Node) -> Any:
 
 def expand_home(text: str) -> str:
     """Return the text with a leading `~/` replaced by the home folder."""
-    return str(Path(text).expanduser()) if text.startswith(("~/", "~\\")) else text
+    starts = ("~/", "~\\") if os.name == "nt" else ("~/",)
+    return str(Path.home() / text[2:].lstrip("/\\")) if text.startswith(starts) else text
 
 
 def to_node(value: Any) -> Node:
