@@ -90,6 +90,15 @@ def test_keep_last_counts_step_folders(
     assert listing(output_dir) == ["latest", *(f"step_{step}" for step in kept)]
 
 
+def test_a_best_folder_that_was_moved_away_does_not_stop_the_run(
+    make_folder: Make, output_dir: Path, tmp_path: Path
+) -> None:
+    run = Run(make_folder(), output_dir)
+    run.save(1, best=True).rename(tmp_path / "treasure")
+    run.save(2)
+    assert mark_of(model_folder(output_dir)) == 2
+
+
 def test_training_state_is_in_the_newest_folder_only(make_folder: Make, output_dir: Path) -> None:
     run = Run(make_folder(), output_dir, keep_last=3)
     for step in (1, 2, 3):

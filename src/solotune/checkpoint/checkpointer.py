@@ -175,8 +175,10 @@ class Checkpointer:
         earlier = [number for number in steps if number < step]
         newest = earlier[max(0, len(earlier) - self.keep_last + 1) :]  # `step` itself is one more
         kept = {self.output_dir / f"step_{number}" for number in newest}
-        if (self.output_dir / "best").is_file():
-            kept.add(pointed_folder(self.output_dir / "best"))
+        best = self.output_dir / "best"
+        if best.is_file():
+            # Only its name: a best folder that someone moved away is no reason to stop.
+            kept.add(self.output_dir / best.read_text(encoding="utf-8").strip())
         for number in earlier:
             folder = self.output_dir / f"step_{number}"
             unwanted = folder / training_state.FOLDER if folder in kept else folder
