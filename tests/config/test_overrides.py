@@ -102,14 +102,30 @@ def test_a_reference_to_a_node_copies_it(load_yaml):
 
 @pytest.mark.parametrize(
     "word",
-    ["${oc.env:HOME}", "a${oc.env:HOME}", "${a.${oc.env:X}}", "${oc.create:1}", "${:x}", "${x:y}"],
+    [
+        "${oc.env:HOME}",
+        "a${oc.env:HOME}",
+        "${a.${oc.env:X}}",
+        "${oc.create:1}",
+        "${:x}",
+        "${x:y}",
+        r"\\${oc.env:HOME}",
+        r"\${a ${oc.env:HOME}}",
+    ],
 )
 def test_resolvers_are_refused(load_yaml, word):
     with pytest.raises(ConfigError, match=r"run_name: .*resolvers are refused"):
         load_yaml(f"run_name={word}")
 
 
-@pytest.mark.parametrize("word", ["${stps}", "${run_name}", "${optimizer.l}", "${", "${names.9}"])
+def test_an_escaped_reference_is_text(load_yaml):
+    word = r"price: \${oc.env:HOME}"
+    assert load_yaml(f"run_name={word}").values["run_name"] == "price: ${oc.env:HOME}"
+
+
+@pytest.mark.parametrize(
+    "word", ["${stps}", "${run_name}", "${optimizer.l}", "${", "${names.9}", r"${a\${oc.env:HOME}}"]
+)
 def test_a_reference_to_nothing_is_one_fault(load_yaml, word):
     with pytest.raises(ConfigError, match=r"^run_name: .* has no value") as error:
         load_yaml(f"run_name={word}", more="steps: 1\nnames: [a]\n")

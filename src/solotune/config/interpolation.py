@@ -6,8 +6,9 @@ from typing import Any
 from solotune.config.nodes import Mapping, Node, Scalar, Sequence, at, dotted_keys, to_node
 from solotune.config.suggest import suggest
 
-# Resolvers, told by their colon, read the environment or run code.
-_RESOLVER = re.compile(r"\$\{[^}]*:")
+# Resolvers, told by their colon, read the environment or run code. An even number of backslashes
+# before `${` leaves it a reference; an odd one makes it text.
+_RESOLVER = re.compile(r"(?<!\\)(\\\\)*\$\{[^}]*:")
 _REFERENCE = re.compile(r"\$\{([^{}]*)")
 
 

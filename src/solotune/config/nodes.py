@@ -31,6 +31,7 @@ _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": Fal
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL_FLOATS = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+_NOT_PRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # to YAML, not to JSON
 _DOLLAR = re.compile(r"(\\*)\$\{")
 # What YAML reads back as the same plain word; everything else is written in double quotes.
 _PLAIN_TEXT = re.compile(r"[A-Za-z0-9_./+-]([A-Za-z0-9_./+\-=@]|:(?=\S)|\\(?=\S)| (?=[^#\s]))*")
@@ -249,4 +250,5 @@ def _word(scalar: Scalar) -> str:
         return scalar.text
     if not scalar.quoted and not scalar.text:
         return "null"
-    return json.dumps(scalar.text, ensure_ascii=False)
+    quoted = json.dumps(scalar.text, ensure_ascii=False)
+    return _NOT_PRINTABLE.sub(lambda match: f"\\u{ord(match.group()):04x}", quoted)
