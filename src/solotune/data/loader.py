@@ -69,16 +69,20 @@ class Loader:
         rows = [
             members[a:b] for a, b in zip(self._pack_starts[:-1], self._pack_starts[1:], strict=True)
         ]
-        if self.packed and self.shuffle:
-            rows = [rows[i] for i in random.permutation(len(rows))]
+        if self.packed:
+            if self.shuffle:
+                rows = [rows[i] for i in random.permutation(len(rows))]
+            # The costliest row first, before batches are cut: the same rows make a step however
+            # batch_size and accumulation share them.
+            rows = _first([self._cost([row]) for row in rows], rows)
         batches = [rows[k : k + self.batch_size] for k in range(0, len(rows), self.batch_size)]
         if not self.packed and self.shuffle:  # rows of like length stay together
             last = batches[-1:] if len(batches[-1]) < self.batch_size else []
             full = batches[: len(batches) - len(last)]
             batches = [full[i] for i in random.permutation(len(full))] + last
-        costs = [self._cost(batch) for batch in batches]
-        first = costs.index(max(costs))
-        return [batches[first], *batches[:first], *batches[first + 1 :]]
+        if self.packed:
+            return batches
+        return _first([self._cost(batch) for batch in batches], batches)
 
     def _cost(self, batch: list[np.ndarray]) -> tuple[int, int, int]:
         """What a batch costs in memory: its size with filler, longest segment, targets."""
@@ -86,6 +90,12 @@ class Loader:
         segment = max(int(self._lengths_N[row].max()) for row in batch)
         targets = sum(int(self._targets_N[row].sum()) for row in batch)
         return len(batch) * (self.max_seq_len if self.packed else longest_row), segment, targets
+
+
+def _first(costs: list, items: list) -> list:
+    """The items with the costliest in front."""
+    first = costs.index(max(costs))
+    return [items[first], *items[:first], *items[first + 1 :]]
 
 
 def make_loader(

@@ -98,9 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("LinearCrossEntropy: a second backward needs a second forward")
         (dhidden_TD, dweight_VD), ctx.gradients = ctx.gradients, None
         for gradient in (dhidden_TD, dweight_VD):
-            # On a card the factor is not known here, so it is always applied, in place.
-            if gradient is not None and not (grad.device.type == "cpu" and grad == 1):
-                gradient.mul_(grad)
+            if gradient is not None:
+                gradient.mul_(grad)  # to skip it at 1 would read the device
         return dhidden_TD, dweight_VD, None, None, None
 
 

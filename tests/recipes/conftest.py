@@ -1,0 +1,145 @@
+"""A tiny model folder, a tiny data set, and `tune` in this process."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from solotune.cli.main import main
+from solotune.config import read_schema
+from solotune.models import auto
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(p for p in (ROOT / "recipes").glob("*.py") if p.name != "__init__.py")
+TRAINING = [recipe for recipe in RECIPES if "optimizer" in read_schema(recipe)]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "vocab_size": 260,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "torch_dtype": "float32",
+}
+
+
+def write_model(folder: Path, tokenizer: Path, *, tied: bool) -> Path:
+    """Write a random two-layer Llama in Hugging Face layout."""
+    shutil.copytree(tokenizer, folder)
+    config = CONFIG | {"tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = auto(folder)
+    weights = {
+        model.to_hf_key(name): torch.ones_like(p) if p.dim() == 1 else 0.1 * torch.randn_like(p)
+        for name, p in model.named_parameters()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders by name: `tied` and `untied`."""
+    base = tmp_path_factory.mktemp("models")
+    return {
+        name: write_model(base / name, tiny_tokenizer_dir, tied=name == "tied")
+        for name in ("tied", "untied")
+    }
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of chats whose answers differ much in length; 12 rows fill 8 packs of 96 tokens."""
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    rows = [
+        {"prompt": f"say {number}", "completion": "yes " * (1 + number * 5 % 13)}
+        for number in range(12)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def basics(model: Path, chats: Path, **changes: object) -> list[str]:
+    """Return the overrides of a short fp32 training run on CPU; `changes` win."""
+    values = {
+        "checkpoint_dir": model,
+        "dataset": chats,
+        "tokenizer.max_seq_len": 96,
+        "device": "cpu",
+        "dtype": "fp32",
+        "optimizer": "torch.optim.AdamW",
+        "optimizer.lr": 1e-3,
+        "clip_grad_norm": None,
+        "val_fraction": 0,
+        "epochs": 1,
+        "max_steps_per_epoch": 3,
+        "batch_size": 1,
+        **changes,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def tune(*words: str | Path) -> int:
+    return main([str(word) for word in words])
+
+
+@pytest.fixture
+def train(models: dict[str, Path], chats: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that runs a recipe (changed keys as keywords) and returns its final/."""
+
+    def run(
+        recipe: Path, name: str = "run", *extra: str, model: str = "untied", **changes: object
+    ) -> Path:
+        output = tmp_path / name
+        words = basics(models[model], chats, **changes)
+        assert tune("run", recipe, *words, f"output_dir={output}", *extra) == 0
+        return output / "final"
+
+    return run
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Return all weights of a model folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    assert files, folder
+    return {name: t for file in files for name, t in load_file(file).items()}
+
+
+def differing(first: Path, second: Path) -> list[str]:
+    """Return the names of the weights that are not bit-equal."""
+    a, b = weights(first), weights(second)
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def change_distance(start: Path, first: Path, second: Path) -> float:
+    """Return the relative L2 distance between two runs' weight changes since `start`."""
+    s, a, b = weights(start), weights(first), weights(second)
+    difference = sum((a[n].double() - b[n].double()).square().sum() for n in s)
+    change = sum((a[n].double() - s[n].double()).square().sum() for n in s)
+    assert change > 0
+    return float((difference / change).sqrt())
+
+
+def metrics(folder: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl of a run folder."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    return [path.stem for path in paths]
