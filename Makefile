@@ -6,7 +6,7 @@ CONSTRAINTS := constraints/$(if $(shell command -v nvidia-smi),cuda,cpu).txt
 
 MODEL := models/SmolLM2-135M-Instruct
 RUN := runs/quickstart
-PROMPTS := recipe_configs/smollm2/prompts.txt
+PROMPTS := runs/quickstart_prompts.txt
 
 .PHONY: test check venv quickstart dist
 
@@ -28,14 +28,18 @@ venv: .venv/installed
 	@touch $@
 
 # Fine-tune all 135M weights of a real model in about two minutes on two CPU cores.
-quickstart: venv $(MODEL)/config.json
+quickstart: venv $(MODEL)/config.json $(PROMPTS)
 	@echo "== before: two prompts"
-	$(BIN)/tune run generate checkpoint_dir=$(MODEL) prompts=$(PROMPTS)
+	$(BIN)/tune run generate checkpoint_dir=$(MODEL) prompts_file=$(PROMPTS)
 	@echo "== fine-tuning on the docstrings of Python's standard library"
 	$(BIN)/tune run full_finetune_single_device --config smollm2/135M_full_single_device \
 	    checkpoint_dir=$(MODEL) dataset=solotune.data.pydoc_dataset output_dir=$(RUN) overwrite=True
 	@echo "== after: the same two prompts"
-	$(BIN)/tune run generate checkpoint_dir=$(RUN)/final prompts=$(PROMPTS)
+	$(BIN)/tune run generate checkpoint_dir=$(RUN)/final prompts_file=$(PROMPTS)
+
+$(PROMPTS):
+	@mkdir -p $(@D)
+	@printf '%s\n' 'What does shutil.copytree do?' 'What does bisect.insort do?' > $@
 
 $(MODEL)/config.json: | venv
 	mkdir -p models/download

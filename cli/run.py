@@ -11,6 +11,7 @@ from solotune.config.command_line import (
     load_arguments,
     refuse_torchrun_flags,
 )
+from solotune.config.component import ALWAYS_THERE, DEFAULT_PATHS
 from solotune.config.registry import find_recipe
 from solotune.config.schema import REQUIRED, read_schema
 from solotune.errors import UsageError
@@ -72,7 +73,10 @@ def keys_of(recipe: Path) -> str:
     """Return one line a key: name, type, default and comment."""
     lines = []
     for field in read_schema(recipe).values():
-        default = " (required)" if field.default is REQUIRED else f" = {field.default!r}"
+        default = f" = {field.default!r}"
+        if field.default is REQUIRED:
+            always = field.takes_component and field.name in ALWAYS_THERE
+            default = f" = {DEFAULT_PATHS[field.name]}" if always else " (required)"
         comment = f"  # {field.comment}" if field.comment else ""
         lines.append(f"  {field.name}: {field.annotation_text}{default}{comment}")
     return "\n".join(lines)

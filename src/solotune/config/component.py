@@ -47,6 +47,8 @@ DEFAULT_PATHS = {
     "model": "solotune.models.auto",
     "tokenizer": "solotune.tokenizers.auto",
 }
+# Of these a recipe always has one: a config that leaves the node out means the default.
+ALWAYS_THERE = ("loss", "model", "tokenizer")
 
 
 @dataclass(frozen=True)

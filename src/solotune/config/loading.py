@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from solotune.config import torchtune
 from solotune.config.component import (
+    ALWAYS_THERE,
     DEFAULT_PATHS,
     Component,
     Permissions,
@@ -159,7 +160,7 @@ def _unknown_keys(tree: Mapping, schema: Schema) -> list[str]:
 def _value(node: Node | None, field: Field, permissions: Permissions, config: Path | None) -> Any:
     if node is None and field.default is not REQUIRED:
         return field.default
-    if node is None and field.takes_component and field.name in ("model", "tokenizer", "loss"):
+    if node is None and field.takes_component and field.name in ALWAYS_THERE:
         return Component(DEFAULT_PATHS[field.name], key=field.name, permissions=permissions)
     if node is None:
         place = f"add it to {config}, or give" if config else "give"
