@@ -152,7 +152,7 @@ def test_a_bug_is_not_hidden(folder: Path):
         (["run", "gone.py", "--config", "mine.yaml"], "gone.py: there is no such file"),
         (["validate"], "name a config"),
         (["validatee"], "did you mean validate?"),
-        (["cat", "gone"], "`tune ls` lists them"),
+        (["cat", "qqqq"], "`tune ls` lists them"),
         (["cp", "mine.py"], "required: target"),
     ],
 )
