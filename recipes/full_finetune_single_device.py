@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from solotune.checkpoint import Checkpointer
+from solotune.checkpoint import Checkpointer, resume_lines
 from solotune.config import Component, ConfigError, parse_cli, resolved_yaml
 from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
 from solotune.memory import HostMemory, checkpoint_blocks, compile_blocks
@@ -251,6 +251,7 @@ def main(cfg: Config) -> None:
     log.facts(
         f"output: {output_dir}",
         f"device: {describe_device(device)}",
+        *resume_lines(resume, resumed_from, device),
         *loaded.lines(),
         *parameter_lines(model),
         *data_facts,

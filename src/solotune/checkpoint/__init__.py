@@ -3,6 +3,13 @@
 from solotune.checkpoint.checkpointer import Checkpointer
 from solotune.checkpoint.folders import model_folder
 from solotune.checkpoint.load import LoadReport, load_weights
-from solotune.checkpoint.training_state import environment_changes
+from solotune.checkpoint.training_state import environment_changes, resume_lines
 
-__all__ = ["Checkpointer", "LoadReport", "environment_changes", "load_weights", "model_folder"]
+__all__ = [
+    "Checkpointer",
+    "LoadReport",
+    "environment_changes",
+    "load_weights",
+    "model_folder",
+    "resume_lines",
+]

@@ -168,6 +168,15 @@ def environment_changes(folder: Path, *, device: torch.device) -> list[str]:
     ]
 
 
+def resume_lines(asked: bool | str | None, folder: Path | None, device: torch.device) -> list[str]:
+    """Return the facts to print about a resume: from where, and what differs from the saved run."""
+    if folder is None:
+        return ["resume: no step is saved yet, starting at the beginning"] if asked else []
+    changes = environment_changes(folder, device=device)
+    warning = ["resume: correct, but not bit-equal to an uninterrupted run"] if changes else []
+    return [f"resume: from {folder}", *(f"resume: {change}" for change in changes), *warning]
+
+
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / FOLDER / "state.json"
     try:
