@@ -1,4 +1,4 @@
-"""The errors that a user can repair; the command prints them as one sentence, without a traceback."""
+"""The errors that a user can repair; the command prints them as one sentence."""
 
 
 class UserError(Exception):

@@ -32,8 +32,8 @@ class Progress:
         if self.data != data:
             raise ConfigError(
                 "resume_from_checkpoint: dataset, tokenizer, batch_size, max_seq_len or seed "
-                f"differ from the saved run ({self.data}, now {data}): resume with the same, or start a "
-                "new run with checkpoint_dir set to the saved folder"
+                f"differ from the saved run ({self.data}, now {data}): resume with the same, "
+                "or start a new run with checkpoint_dir set to the saved folder"
             )
 
     def start_epoch(self, epoch: int) -> None:
