@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from solotune.checkpoint import Checkpointer, resume_lines
-from solotune.config import Component, ConfigError, parse_cli, resolved_yaml
+from solotune.config import Component, ConfigError, origin, parse_cli, resolved_yaml
 from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
 from solotune.memory import HostMemory, checkpoint_blocks, compile_blocks
 from solotune.models import Decoder
@@ -178,7 +178,7 @@ def train_step(
         context = model.context(batch.positions_BS, batch.segments_BM)
         around_block = nullcontext
         if cfg.enable_activation_offloading:  # [mem] activations: block inputs leave the device
-            around_block = host.offload_activations(keep=(*model.parameters(), *context[:4]))
+            around_block = host.offload_activations(keep=(*model.parameters(), *context.tensors()))
         hidden_BSD = model.hidden_states(x_BSD, context, around_block=around_block)
         # [mem] logits: one chunk at a time  [num] fp32 softmax, each micro-batch its exact share
         loss = loss_fn(hidden_BSD, model.output_weight, batch, num_targets)
@@ -187,14 +187,14 @@ def train_step(
         embedded.append((batch.tokens_BS, x_BSD.grad))
     model.add_embedding_gradient(embedded)  # [num] once, in micro-batch order
 
-    grad_norm = None
+    numbers = [mean_loss]
     if cfg.clip_grad_norm is not None:
-        grad_norm = clip_grad_norm(model.parameters(), cfg.clip_grad_norm)  # [num] norm in fp32
-    loss, norm = host.read(mean_loss, grad_norm)
-    if num_targets and math.isfinite(loss) and math.isfinite(norm or 0.0):
+        numbers += [clip_grad_norm(model.parameters(), cfg.clip_grad_norm)]  # [num] norm in fp32
+    loss, *grad_norm = host.read(*numbers)
+    if num_targets and all(map(math.isfinite, (loss, *grad_norm))):
         optimizer.step()  # [mem] optimizer state is made at the first step
     optimizer.zero_grad(set_to_none=True)  # [mem] gradients end here
-    return loss, norm
+    return loss, grad_norm[0] if grad_norm else None
 
 
 @torch.no_grad()
@@ -217,7 +217,7 @@ def main(cfg: Config) -> None:
     set_seed(cfg.seed, deterministic=cfg.deterministic)
     resume = cfg.resume_from_checkpoint
     output_dir = pick_output_dir(
-        cfg.output_dir, config=cfg._origin.config, resume=resume, overwrite=cfg.overwrite
+        cfg.output_dir, config=origin(cfg).config, resume=resume, overwrite=cfg.overwrite
     )
     checkpoint = Checkpointer(cfg.checkpoint_dir, output_dir, keep_last=cfg.keep_last_n_checkpoints)
     resumed_from = checkpoint.find_resume(resume)
@@ -260,9 +260,9 @@ def main(cfg: Config) -> None:
         f"the run: {cfg.epochs} epochs of {steps_per_epoch} steps",
     )
 
-    def validation_loss() -> float:
+    def validate_on(batches: Loader) -> float:
         with log.uncounted():
-            val_loss = evaluate(model, loss_fn, loader_val, host)
+            val_loss = evaluate(model, loss_fn, batches, host)
         log.facts(f"step {progress.step}: validation loss {val_loss:.4f}")
         log.write({"step": progress.step, "val_loss": val_loss})
         return val_loss
@@ -283,7 +283,7 @@ def main(cfg: Config) -> None:
 
     with stop_on_signals() as stop, log.running(total_steps, first_step=progress.step):
         if loader_val and progress.step == 0:
-            validation_loss()
+            validate_on(loader_val)
         for epoch in range(progress.epoch, cfg.epochs):
             progress.start_epoch(epoch)
             batches = loader.epoch(epoch, start=progress.batch)
@@ -307,7 +307,7 @@ def main(cfg: Config) -> None:
                 if stop and progress.step < total_steps:
                     save(best=False)
                     log.facts(
-                        f"stopped by {stop.signal_name}; go on with: tune run {cfg._origin.recipe} "
+                        f"stopped by {stop.signal_name}; go on with: tune run {origin(cfg).recipe} "
                         f"--config {output_dir}/config.yaml resume_from_checkpoint={output_dir}"
                     )
                     return
@@ -318,7 +318,7 @@ def main(cfg: Config) -> None:
                 )
                 best = False
                 if loader_val and (val_due or save_due):
-                    val_loss = validation_loss()
+                    val_loss = validate_on(loader_val)
                     best = save_due and progress.improves(val_loss)
                 if save_due:
                     save(best=best)

@@ -156,7 +156,7 @@ def main(cfg: Config) -> None:
         model = cfg.model.build(checkpoint_dir=folder)
     set_dtype(model, dtype).eval()
     tokenizer = cfg.tokenizer.build(checkpoint_dir=folder)
-    prompts = [cfg.prompt] if cfg.prompt is not None else read_prompts(cfg.prompts_file)
+    prompts = read_prompts(cfg.prompts_file) if cfg.prompts_file else [cfg.prompt or ""]
     encoded = [encode(cfg, tokenizer, prompt) for prompt in prompts]
     load_weights(model, folder, device=device)  # [mem] weights
 

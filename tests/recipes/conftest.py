@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from solotune.cli.main import main
+from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
 from solotune.config import read_schema
 from solotune.models import auto
 
@@ -133,7 +133,7 @@ def change_distance(start: Path, first: Path, second: Path) -> float:
     difference = sum((a[n].double() - b[n].double()).square().sum() for n in s)
     change = sum((a[n].double() - s[n].double()).square().sum() for n in s)
     assert change > 0
-    return float((difference / change).sqrt())
+    return float(difference / change) ** 0.5
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 from solotune.checkpoint import folders, safetensors_file
-from solotune.cli.main import main
+from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
 from solotune.memory import HostMemory
 from solotune.optim import AdamWKahan
 

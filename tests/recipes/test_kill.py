@@ -59,11 +59,13 @@ class Launcher:
 
     def start(self, words: list[str], log: Path, die: tuple[str, float] | None = None) -> None:
         job = {"words": words, "log": str(log), "die": die}
+        assert self._process.stdin
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
 
     def wait(self) -> int:
         """Return the exit code of the child, negative for a signal."""
+        assert self._process.stdout
         return os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
 
     def close(self) -> None:

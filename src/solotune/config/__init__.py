@@ -2,7 +2,7 @@
 
 from solotune.config.command_line import parse_cli
 from solotune.config.component import Component
-from solotune.config.loading import Loaded, Origin, load, resolved_yaml
+from solotune.config.loading import Loaded, Origin, load, origin, resolved_yaml
 from solotune.config.registry import configs, find_config, find_recipe, recipe_of, recipes
 from solotune.config.schema import REQUIRED, Field, Schema, read_schema
 from solotune.errors import ConfigError, UsageError
@@ -20,6 +20,7 @@ __all__ = [
     "find_config",
     "find_recipe",
     "load",
+    "origin",
     "parse_cli",
     "read_schema",
     "recipe_of",

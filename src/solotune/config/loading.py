@@ -170,9 +170,14 @@ def _value(node: Node | None, field: Field, permissions: Permissions, config: Pa
     return fit(node, field.annotation, plain)
 
 
+def origin(cfg: Any) -> Origin:
+    """Return where a loaded Config comes from."""
+    return cfg._origin
+
+
 def resolved_yaml(cfg: Any) -> str:
     """Return the YAML that runs `cfg` again, its recipe first."""
-    items: dict[str, Node] = {"recipe": Scalar(cfg._origin.recipe, quoted=True)}
+    items: dict[str, Node] = {"recipe": Scalar(origin(cfg).recipe, quoted=True)}
     for field in dataclasses.fields(cfg):
         items[field.name] = value_node(getattr(cfg, field.name))
     return write(Mapping(items))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from solotune.data.files import Row, read_rows
-from solotune.data.messages import parse_row
+from solotune.data.messages import Conversation, parse_row
 from solotune.errors import DataError
 
 
@@ -44,7 +44,9 @@ def _prompt(columns: dict[str, Any], place: str) -> str | list[dict[str, Any]]:
     if "messages" not in columns:
         raise DataError(f"{place}: wanted prompt or messages, found {', '.join(columns)}")
     try:
-        messages = list(parse_row(columns, "messages").messages)
+        conversation = parse_row(columns, "messages")
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
+    assert isinstance(conversation, Conversation)  # the format `text` alone gives text
+    messages = list(conversation.messages)
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages

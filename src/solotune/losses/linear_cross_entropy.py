@@ -37,7 +37,7 @@ class LinearCrossEntropy(nn.Module):
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"loss.chunk_tokens={chunk_tokens}: use at least 1, or null")
         self.chunk_tokens = chunk_tokens
-        self._buffers: dict[Any, Tensor] = {}  # reused: fresh pages cost as much as the softmax
+        self._chunks: dict[Any, Tensor] = {}  # reused: fresh pages cost as much as the softmax
 
     def forward(
         self, hidden_BSD: Tensor, weight_VD: Tensor, batch: Targets, num_targets: int
@@ -58,10 +58,10 @@ class LinearCrossEntropy(nn.Module):
     def chunk_buffer(self, role: str, rows: int, vocab: int, like: Tensor) -> Tensor:
         """Return an uninitialised (rows, vocab) tensor whose memory the next chunk uses again."""
         key = (role, vocab, like.dtype, like.device)
-        flat = self._buffers.get(key)
+        flat = self._chunks.get(key)
         if flat is None or flat.numel() < rows * vocab:
             flat = torch.empty(rows * vocab, dtype=like.dtype, device=like.device)
-            self._buffers[key] = flat
+            self._chunks[key] = flat
         return flat[: rows * vocab].view(rows, vocab)
 
 
@@ -92,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / num_targets
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         """Hand the gradients over, uncopied; `grad` is 1 unless the caller scaled the loss."""
         if ctx.gradients is None:
             raise RuntimeError("LinearCrossEntropy: a second backward needs a second forward")

@@ -6,10 +6,11 @@ Excludes: nothing.
 Label:    bit-exact. Figures: docs/activation_checkpointing.md
 """
 
-from solotune.models import Decoder
+from solotune.models import Block, Decoder
 
 
 def checkpoint_blocks(model: Decoder) -> None:
     """Set checkpointing on every block; parameter names do not change."""
     for block in model.blocks:
+        assert isinstance(block, Block)
         block.checkpointing = True

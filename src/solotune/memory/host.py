@@ -28,11 +28,9 @@ class HostMemory:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # bytes -> pinned buffers
 
-    def read(self, *values: Tensor | None) -> list[float | None]:
-        """Return the values of scalar tensors, in one read of the device; None stays None."""
-        there = [value for value in values if value is not None]
-        numbers = iter(torch.stack([v.detach().float() for v in there]).tolist() if there else ())
-        return [None if value is None else next(numbers) for value in values]
+    def read(self, *values: Tensor) -> list[float]:
+        """Return the values of scalar tensors, in one read of the device."""
+        return torch.stack([value.detach().float() for value in values]).tolist()
 
     def offload_activations(
         self, *, keep: Iterable[Tensor]
@@ -53,7 +51,8 @@ class HostMemory:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             buffer.copy_(source.detach(), non_blocking=True)
-            done = self._stream.record_event()
+            done = torch.cuda.Event()
+            done.record(self._stream)
         source.record_stream(self._stream)  # not reused before the copy has read it
         return buffer, done
 
@@ -67,9 +66,11 @@ class HostMemory:
         # The allocator may hand out memory whose last user is still queued on the compute stream.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(written)
+            if written is not None:
+                self._stream.wait_event(written)
             target.copy_(copy, non_blocking=True)
-            done = self._stream.record_event()
+            done = torch.cuda.Event()
+            done.record(self._stream)
         target.record_stream(self._stream)
         # The side stream is in order: the next copy into this buffer runs after this one.
         self._free[copy.untyped_storage().nbytes()].append(copy)

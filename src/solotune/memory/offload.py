@@ -25,9 +25,11 @@ class _Moved:
         self.copy, self.written = host.to_host(source)
         self.returned: tuple[Tensor, torch.cuda.Event | None] | None = None
 
-    def fetch(self) -> None:
+    def fetch(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start the way back, once; return the tensor and the event to wait for."""
         if self.returned is None:
             self.returned = self.host.to_device(self.copy, self.written)
+        return self.returned
 
 
 class BlockInputs:
@@ -63,11 +65,10 @@ class BlockInputs:
         moved, self._moved[packed] = self._moved[packed], None
         if moved is None:
             raise RuntimeError("an offloaded activation is needed twice: run forward again")
-        moved.fetch()
+        tensor, ready = moved.fetch()
         below = self._moved[packed - 1] if packed > 0 else None
         if below is not None:  # backward goes down: its copy runs beside this block's backward
             below.fetch()
-        tensor, ready = moved.returned
         if ready is not None:
             torch.cuda.current_stream(self.host.device).wait_event(ready)
         return tensor

@@ -49,6 +49,10 @@ class Context(NamedTuple):
     sin_BSK: Tensor
     cache: KVCache | None = None
 
+    def tensors(self) -> list[Tensor]:
+        """Return what all blocks share, the cache excepted."""
+        return [value for value in self if isinstance(value, Tensor)]
+
 
 class Attention(nn.Module):
     """Self-attention with rotary positions; `index` is the block's slot in the cache."""
@@ -79,6 +83,7 @@ class Attention(nn.Module):
         k_BSGK = rotate(k_BSGK, context.cos_BSK, context.sin_BSK)
         scale = self.head_dim**-0.5
         if context.cache is None:
+            assert context.segments_BM is not None  # only decoding goes without
             out_BSHK = segment_attention(q_BSHK, k_BSGK, v_BSGK, context.segments_BM, scale=scale)
         else:
             k_BTGK, v_BTGK = context.cache.update(self.index, context.positions_BS, k_BSGK, v_BSGK)

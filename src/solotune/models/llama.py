@@ -36,6 +36,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
+    "original_max_position_embeddings": (None,),  # belongs into the rope scaling
 }
 KNOWN_FIELDS = INERT_FIELDS | _READ_FIELDS | frozenset(_NEUTRAL_VALUES)
 

@@ -20,9 +20,27 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     """
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     settings["rope_type"] = settings.get("rope_type") or settings.pop("type", None) or "default"
-    settings.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    settings.setdefault("max_position_embeddings", config.get("max_position_embeddings"))
+    for field, otherwise in (
+        ("rope_theta", config.get("rope_theta") or 10000.0),
+        ("original_max_position_embeddings", config.get("max_position_embeddings")),
+    ):
+        if settings.get(field) is None:
+            settings[field] = otherwise
     return settings
+
+
+# rope_type -> the fields without which it means nothing
+_REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 
 
 class Rotary(nn.Module):
@@ -31,7 +49,7 @@ class Rotary(nn.Module):
     `settings` is what `rope_settings` returns. The frequencies are recomputed at each call, from
     numbers alone: a model built on the meta device has no buffer to fill.
 
-    Raises CheckpointError for a scaling that is not implemented.
+    Raises CheckpointError for a scaling that is not implemented or lacks a field.
     Source: RoFormer (2104.09864); scalings: linear (2306.15595), YaRN (2309.00071), and the
     low/high-frequency interpolation of Llama 3.1.
     """
@@ -40,11 +58,18 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.settings = settings
-        supported = {"default", "linear", "llama3", "yarn"}
-        if settings["rope_type"] not in supported:
+        kind, rotated_share = settings["rope_type"], settings.get("partial_rotary_factor")
+        if kind not in _REQUIRED_FIELDS:
             raise CheckpointError(
-                f"config.json: rope_type {settings['rope_type']!r} is not supported; "
-                f"supported: {', '.join(sorted(supported))}"
+                f"config.json: rope_type {kind!r} is not supported; "
+                f"supported: {', '.join(_REQUIRED_FIELDS)}"
+            )
+        for field in _REQUIRED_FIELDS[kind]:
+            if settings.get(field) is None:
+                raise CheckpointError(f"config.json: rope_type {kind!r} lacks the field {field!r}")
+        if rotated_share not in (None, 1):
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor={rotated_share} is not supported (supported: 1)"
             )
 
     def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,8 +103,7 @@ def _llama3(inv_freq: Tensor, s: dict[str, Any]) -> Tensor:
 
 def _yarn(inv_freq: Tensor, s: dict[str, Any], width: int) -> tuple[Tensor, float]:
     """Interpolate the dimensions that turn rarely over the original length; scale cos and sin."""
-    original = s.get("original_max_position_embeddings") or s["max_position_embeddings"]
-    factor = s["factor"]
+    original, factor = s["original_max_position_embeddings"], s["factor"]
 
     def dimension(turns: float) -> float:  # whose wavelength fits `turns` times into the original
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(s["rope_theta"]))

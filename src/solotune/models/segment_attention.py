@@ -77,9 +77,10 @@ def _attend_backward(
         return _flash_backward(grad_BSHK, q_BSHK, k_BSGK, v_BSGK, segments_BM, out_BSHK, lse, scale)
     if q_BSHK.device.type != "cpu":
         with torch.enable_grad():
-            inputs = tuple(t.detach().requires_grad_() for t in (q_BSHK, k_BSGK, v_BSGK))
-            out = _masked(*inputs, segments_BM, scale)
-            return torch.autograd.grad(out, inputs, grad_BSHK)
+            inputs = [t.detach().requires_grad_() for t in (q_BSHK, k_BSGK, v_BSGK)]
+            out = _masked(*inputs, segments_BM=segments_BM, scale=scale)
+            dq_BSHK, dk_BSGK, dv_BSGK = torch.autograd.grad(out, inputs, grad_BSHK)
+            return dq_BSHK, dk_BSGK, dv_BSGK
     dq_BSHK = torch.zeros_like(q_BSHK, memory_format=torch.contiguous_format)
     dk_BSGK = torch.zeros_like(k_BSGK, memory_format=torch.contiguous_format)
     dv_BSGK = torch.zeros_like(v_BSGK, memory_format=torch.contiguous_format)
@@ -90,7 +91,7 @@ def _attend_backward(
         # Later blocks of a segment add to the keys of earlier ones, in a fixed order.
         dv_BSGK[row, keys] += torch.bmm(p_GQN.transpose(1, 2), g_GQK).transpose(0, 1)
         dp_GQN = torch.bmm(g_GQK, v_BSGK[row, keys].permute(1, 2, 0))
-        ds_GQN = torch._softmax_backward_data(dp_GQN, p_GQN, -1, p_GQN.dtype)
+        ds_GQN = torch.ops.aten._softmax_backward_data(dp_GQN, p_GQN, -1, p_GQN.dtype)
         dq_GQK = torch.bmm(ds_GQN, k_BSGK[row, keys].transpose(0, 1)).mul_(scale)
         dq_BSHK[row, rows] = _to_rows(dq_GQK, q_BSHK.size(2))
         q_GQK = _to_groups(q_BSHK[row, rows], groups)

@@ -41,14 +41,15 @@ class AdamWKahan(Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; closures are not supported."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, group)
+                    self._step_one(parameter, parameter.grad.float(), group)
 
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -58,7 +59,6 @@ class AdamWKahan(Optimizer):
                 state["remainder"] = torch.zeros_like(parameter)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        grad = parameter.grad.float()
         state["exp_avg"].lerp_(grad, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         correction1 = 1 - beta1 ** state["step"]

@@ -15,7 +15,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return norm

@@ -40,12 +40,13 @@ def set_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def parameter_lines(model: nn.Module) -> list[str]:
     """Return one printed line for each dtype and device: how many tensors and parameters."""
-    tensors, numbers = Counter(), Counter()
+    tensors: Counter[tuple[str, str]] = Counter()
+    numbers: Counter[tuple[str, str]] = Counter()
     for parameter in model.parameters():
         kind = (str(parameter.dtype).removeprefix("torch."), str(parameter.device))
         tensors[kind] += 1
         numbers[kind] += parameter.numel()
     return [
         f"{numbers[kind]:>15,} parameters in {tensors[kind]} tensors, {kind[0]} on {kind[1]}"
-        for kind in sorted(numbers, key=numbers.get, reverse=True)
+        for kind, _ in numbers.most_common()
     ]
