@@ -69,7 +69,7 @@ class Rotary(nn.Module):
                 raise CheckpointError(f"config.json: rope_type {kind!r} lacks the field {field!r}")
         if rotated_share not in (None, 1):
             raise CheckpointError(
-                f"config.json: partial_rotary_factor={rotated_share} is not supported (supported: 1)"
+                f"config.json: partial_rotary_factor={rotated_share} is not supported, only 1"
             )
 
     def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
