@@ -50,6 +50,8 @@ class LinearCrossEntropy(nn.Module):
         rows_T = batch.target_rows_T
         hidden_TD = hidden_BSD.flatten(0, 1).index_select(0, rows_T)
         labels_T = batch.labels_BS.flatten().index_select(0, rows_T)
+        if not torch.is_grad_enabled():  # needs_input_grad does not know it
+            hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
         return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, max(num_targets, 1), self)
 
     def chunk_rows(self, vocab: int) -> int:

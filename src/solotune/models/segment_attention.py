@@ -220,7 +220,8 @@ def _masked(q_BSHK, k_BSGK, v_BSGK, segments_BM, scale):
     tokens = q_BSHK.size(1)
     ends_BM = segments_BM.cumsum(1)
     position_S = torch.arange(tokens, device=q_BSHK.device)
-    segment_BS = torch.searchsorted(ends_BM, position_S.expand(len(ends_BM), -1), right=True)
+    position_BS = position_S.repeat(len(ends_BM), 1)  # searchsorted warns about an expanded one
+    segment_BS = torch.searchsorted(ends_BM, position_BS, right=True)
     same_BSS = segment_BS.unsqueeze(2) == segment_BS.unsqueeze(1)
     causal_SS = position_S.unsqueeze(1) >= position_S
     q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BSGK, v_BSGK))

@@ -1,11 +1,14 @@
 """Which dtype a parameter is held in."""
 
 from collections import Counter
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from solotune.errors import ConfigError
+
+Model = TypeVar("Model", bound=nn.Module)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -26,7 +29,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def set_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def set_dtype(model: Model, dtype: torch.dtype) -> Model:
     """Give matrices `dtype` and one-dimensional parameters fp32; returns the model.
 
     Half a bf16 step at 1.0 is 2e-3: no usual learning rate ever moves a norm in bf16. They are

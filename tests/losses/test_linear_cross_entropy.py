@@ -1,0 +1,249 @@
+"""Value, gradients and memory of the loss that never holds all logits.
+
+Shapes: B batch, S tokens, T target rows, D width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from solotune.losses import LinearCrossEntropy
+from tests.memory.allocations import allocated
+
+VOCAB, WIDTH = 300, 32
+
+
+@dataclass(frozen=True)
+class Targets:
+    labels_BS: Tensor
+    target_rows_T: Tensor
+
+
+def targets(batch: int, tokens: int, *, vocab: int = VOCAB, share: float = 0.7) -> Targets:
+    """Return random labels, `share` of the positions with a target."""
+    generator = torch.Generator().manual_seed(1)
+    labels_BS = torch.randint(vocab, (batch, tokens), generator=generator)
+    labels_BS[torch.rand(batch, tokens, generator=generator) >= share] = -100
+    return Targets(labels_BS, (labels_BS.flatten() != -100).nonzero().squeeze(1))
+
+
+def leaves(
+    batch: int = 2,
+    tokens: int = 50,
+    *,
+    vocab: int = VOCAB,
+    width: int = WIDTH,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Return hidden_BSD and weight_VD that want gradients; logits have a spread of 3."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_BSD = torch.randn(batch, tokens, width, generator=generator)
+    weight_VD = torch.randn(vocab, width, generator=generator) * 3 * width**-0.5
+    return hidden_BSD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_()
+
+
+def exact(inputs: Sequence[Tensor], batch: Targets, num: int) -> list[Tensor]:
+    """Return loss and gradients by F.cross_entropy in float64."""
+    inputs = [t.detach().double().requires_grad_() for t in inputs]
+    logits_BSV = inputs[0] @ inputs[1].T
+    total = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
+    loss = total / num
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+def found(
+    loss_fn: LinearCrossEntropy, inputs: Sequence[Tensor], batch: Targets, num: int
+) -> list[Tensor]:
+    """Return loss and gradients by ours."""
+    hidden_BSD, weight_VD = inputs
+    loss = loss_fn(hidden_BSD, weight_VD, batch, num)
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+def relative_l2(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 64, 10_000])
+def test_value_and_gradients_equal_cross_entropy_in_float64(chunk_tokens: int | None) -> None:
+    batch = targets(2, 50)
+    loss_fn = LinearCrossEntropy(chunk_tokens=chunk_tokens)
+    ours = found(loss_fn, leaves(), batch, len(batch.target_rows_T))
+    assert ours[0].dtype == torch.float32
+    wanted = exact(leaves(), batch, len(batch.target_rows_T))
+    for name, a, b in zip(("loss", "hidden", "weight"), ours, wanted, strict=True):
+        assert relative_l2(a, b) <= 1e-6, name
+
+
+def test_a_loss_object_gives_the_same_bits_whatever_it_has_seen_before() -> None:
+    # Its buffers are used again: nothing of an earlier, larger batch may shine through.
+    batch = targets(2, 50)
+    fresh = found(LinearCrossEntropy(chunk_tokens=16), leaves(), batch, 70)
+    used = LinearCrossEntropy(chunk_tokens=16)
+    found(used, leaves(3, 90), targets(3, 90), 100)
+    for a, b in zip(found(used, leaves(), batch, 70), fresh, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_shares_of_micro_batches_add_up_to_the_mean() -> None:
+    hidden_BSD, weight_VD = leaves(4, 30)
+    whole = targets(4, 30)
+    num = len(whole.target_rows_T)
+    parts = [
+        Targets(rows, (rows.flatten() != -100).nonzero().squeeze(1))
+        for rows in whole.labels_BS.split((1, 3))
+    ]
+    loss_fn = LinearCrossEntropy(chunk_tokens=16)
+    total = torch.zeros(())
+    for part_BSD, part in zip(hidden_BSD.split((1, 3)), parts, strict=True):
+        loss = loss_fn(part_BSD, weight_VD, part, num)
+        loss.backward()
+        total += loss.detach()
+    loss, dhidden_BSD, dweight_VD = exact((hidden_BSD, weight_VD), whole, num)
+    assert relative_l2(total, loss) <= 1e-6
+    assert hidden_BSD.grad is not None
+    assert weight_VD.grad is not None
+    assert relative_l2(hidden_BSD.grad, dhidden_BSD) <= 1e-6
+    assert relative_l2(weight_VD.grad, dweight_VD) <= 1e-6
+
+
+def test_positions_without_a_target_get_no_gradient() -> None:
+    batch = targets(2, 50)
+    _, dhidden_BSD, _ = found(LinearCrossEntropy(), leaves(), batch, 70)
+    has_target_BS = batch.labels_BS != -100
+    assert not dhidden_BSD[~has_target_BS].any()
+    assert dhidden_BSD[has_target_BS].any(-1).all()
+
+
+@pytest.mark.parametrize("num_targets", [0, 5])  # of the step: other micro-batches may have some
+def test_a_batch_without_a_target_gives_zero_and_zero_gradients(num_targets: int) -> None:
+    batch = Targets(torch.full((2, 50), -100), torch.empty(0, dtype=torch.int64))
+    loss, dhidden_BSD, dweight_VD = found(LinearCrossEntropy(), leaves(), batch, num_targets)
+    assert loss == 0
+    assert torch.equal(dhidden_BSD, torch.zeros(2, 50, WIDTH))
+    assert torch.equal(dweight_VD, torch.zeros(VOCAB, WIDTH))
+
+
+def test_a_scaled_loss_scales_its_gradients() -> None:
+    batch = targets(2, 50)
+    _, dhidden_BSD, dweight_VD = found(LinearCrossEntropy(), leaves(), batch, 70)
+    inputs = leaves()
+    loss = LinearCrossEntropy()(*inputs, batch, 70)
+    scaled = torch.autograd.grad(3 * loss, inputs)
+    torch.testing.assert_close(scaled, (3 * dhidden_BSD, 3 * dweight_VD))
+
+
+def test_a_second_backward_says_that_it_needs_a_second_forward() -> None:
+    loss = LinearCrossEntropy()(*leaves(), targets(2, 50), 70)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward needs a second forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_only_what_wants_a_gradient_gets_one(frozen: str) -> None:
+    hidden_BSD, weight_VD = leaves()
+    hidden_BSD.requires_grad_(frozen == "weight")
+    weight_VD.requires_grad_(frozen == "hidden")
+    batch = targets(2, 50)
+    loss = LinearCrossEntropy()(hidden_BSD, weight_VD, batch, 70)
+    wanted, dhidden_BSD, dweight_VD = exact(leaves(), batch, 70)
+    assert relative_l2(loss.detach(), wanted) <= 1e-6
+    if frozen == "both":
+        assert not loss.requires_grad
+        return
+    loss.backward()
+    ours, theirs = (
+        (hidden_BSD.grad, dhidden_BSD) if frozen == "weight" else (weight_VD.grad, dweight_VD)
+    )
+    assert ours is not None
+    assert relative_l2(ours, theirs) <= 1e-6
+
+
+def test_confident_bf16_targets_keep_their_gradient() -> None:
+    # p = 1 - 3e-4. In bf16 such a p is 1, and p - 1 nothing.
+    weight_VD = torch.eye(8, dtype=torch.bfloat16).requires_grad_()
+    hidden_BSD = (10 * torch.eye(8, dtype=torch.bfloat16)).unsqueeze(0).requires_grad_()
+    batch = Targets(torch.arange(8).unsqueeze(0), torch.arange(8))
+    _, dhidden_BSD, _ = found(LinearCrossEntropy(), (hidden_BSD, weight_VD), batch, 8)
+    _, exact_BSD, _ = exact((hidden_BSD, weight_VD), batch, 8)
+    assert exact_BSD.abs().max() < 1e-4
+    assert relative_l2(dhidden_BSD, exact_BSD) < 0.01
+
+
+def test_92_chunks_in_bf16_are_as_exact_as_one() -> None:
+    # Summed in bf16, the weight's gradient would be three times as far off.
+    batch = targets(1, 368, share=1.0)
+    inputs = leaves(1, 368, dtype=torch.bfloat16)
+    *_, exact_VD = exact(inputs, batch, 368)
+
+    def distance(chunk_tokens: int) -> float:
+        *_, dweight_VD = found(LinearCrossEntropy(chunk_tokens=chunk_tokens), inputs, batch, 368)
+        assert dweight_VD.dtype == torch.bfloat16
+        return relative_l2(dweight_VD, exact_VD)
+
+    assert distance(4) <= 1.2 * distance(368) < 0.01
+
+
+def test_chunk_tokens_below_1_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"loss\.chunk_tokens=0"):
+        LinearCrossEntropy(chunk_tokens=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_memory_holds_the_logits_of_one_chunk_at_most(dtype: torch.dtype) -> None:
+    vocab, width, chunk = 4000, 8, 1024
+
+    def peak(tokens: int) -> int:
+        inputs = leaves(1, tokens, vocab=vocab, width=width, dtype=dtype)
+        batch = targets(1, tokens, vocab=vocab, share=1.0)
+        loss_fn = LinearCrossEntropy(chunk_tokens=chunk)
+        return allocated(lambda: found(loss_fn, inputs, batch, tokens)).peak
+
+    one_chunk = chunk * vocab * (dtype.itemsize + 4)  # logits, and their softmax in fp32
+    weight = vocab * width * (4 + 4 + dtype.itemsize)  # fp32 sum, a chunk's share, the result
+    a_row = 4 * width * dtype.itemsize + 4 * 8  # hidden states, their gradients, labels
+    assert peak(4096) <= one_chunk + weight + 4096 * a_row
+    # Three times as many targets again cost their own rows and no logits.
+    assert peak(4096) - peak(1024) <= 4096 * a_row + weight
+
+
+def test_without_gradients_the_weights_gradient_is_not_made() -> None:
+    vocab, width, tokens, chunk = 4000, 512, 256, 64
+    hidden_BSD, weight_VD = leaves(1, tokens, vocab=vocab, width=width)
+    batch = targets(1, tokens, vocab=vocab, share=1.0)
+    loss_fn = LinearCrossEntropy(chunk_tokens=chunk)
+
+    @torch.no_grad()
+    def evaluate() -> Tensor:
+        return loss_fn(hidden_BSD, weight_VD, batch, tokens)
+
+    one_chunk = chunk * vocab * (4 + 4)
+    assert allocated(evaluate).peak <= one_chunk + hidden_BSD.nbytes + 2**16 < weight_VD.nbytes
+
+
+def test_the_default_chunk_is_what_256_mib_of_fp32_logits_hold() -> None:
+    assert LinearCrossEntropy().chunk_rows(128256) == 523
+    assert 523 * 128256 * 4 <= 256 * 2**20 < 524 * 128256 * 4
+    assert LinearCrossEntropy(chunk_tokens=7).chunk_rows(128256) == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_card_computes_the_same_and_reads_nothing_back(dtype: torch.dtype) -> None:
+    batch = targets(2, 50)
+    inputs = [t.detach().cuda().requires_grad_() for t in leaves(dtype=dtype)]
+    on_card = Targets(batch.labels_BS.cuda(), batch.target_rows_T.cuda())
+    loss_fn = LinearCrossEntropy(chunk_tokens=16)
+    found(loss_fn, inputs, on_card, 70)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = found(loss_fn, inputs, on_card, 70)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(ours, exact([t.cpu() for t in inputs], batch, 70), strict=True):
+        assert relative_l2(a.cpu(), b) <= (1e-5 if dtype == torch.float32 else 1e-2)

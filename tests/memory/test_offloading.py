@@ -1,0 +1,144 @@
+"""Block inputs wait for backward on the host: every one of them, nothing else, no bit changed.
+
+On CPU source and copy would be equally good, so the source is overwritten (`poison`).
+"""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from solotune.data.batch import Batch
+from solotune.memory import HostMemory, checkpoint_blocks
+from solotune.models import Decoder
+from solotune.training import set_dtype
+from tests.models.tiny import accumulate_gradients, forward, make_batch, take_gradients, tiny
+
+from .allocations import allocated
+
+CPU = torch.device("cpu")
+LAYERS = 3
+
+
+def model_of(dtype: torch.dtype = torch.float32, **fields: Any) -> Decoder:
+    model = set_dtype(tiny(num_hidden_layers=LAYERS, **fields), dtype)
+    checkpoint_blocks(model)
+    return model
+
+
+def leaf(model: Decoder, batch: Batch) -> Tensor:
+    return model.embed(batch.tokens_BS).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_bit_equal_though_every_source_is_overwritten(dtype: torch.dtype) -> None:
+    model, batch = model_of(dtype), make_batch((20, 9), (33,))
+    loss = accumulate_gradients(model, [batch])
+    wanted = take_gradients(model)
+    host = HostMemory(CPU, poison=True)
+    assert torch.equal(accumulate_gradients(model, [batch], host=host), loss)
+    torch.testing.assert_close(take_gradients(model), wanted, atol=0, rtol=0)
+
+
+def test_a_move_that_moves_nothing_is_found_out() -> None:
+    # Shows that the test above can fail.
+    class Lazy(HostMemory):
+        def to_host(self, source: Tensor) -> tuple[Tensor, None]:
+            return source, None
+
+    model = model_of()
+    accumulate_gradients(model, [make_batch((20,))], host=Lazy(CPU, poison=True))
+    assert take_gradients(model)["layers.1.mlp.down_proj.weight"].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_moved_are_those_of_the_block_inputs(dtype: torch.dtype) -> None:
+    # So neither a weight nor what all blocks share has moved.
+    host = HostMemory(CPU, poison=True)
+    model = model_of(dtype, attention_bias=True)
+    for batch in (make_batch((20, 9), (33,)), make_batch((12,))):
+        before = host.bytes_moved
+        accumulate_gradients(model, [batch], host=host)
+        block_input = batch.tokens_BS.numel() * 64 * dtype.itemsize
+        assert host.bytes_moved - before == LAYERS * block_input
+
+
+def test_block_inputs_die_during_the_forward_pass() -> None:
+    model = model_of()
+    inputs = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    batch = make_batch((20,))
+    hidden_BSD = forward(model, batch, x_BSD=leaf(model, batch), host=HostMemory(CPU))
+    assert hidden_BSD.requires_grad
+    # The first is the embedded batch: autograd holds it, as its gradient is wanted.
+    assert [ref() for ref in inputs[1:]] == [None] * (LAYERS - 1)
+
+
+def test_ten_forward_passes_without_backward_leave_nothing_behind() -> None:
+    model, batch, host = model_of(), make_batch((20,)), HostMemory(CPU)
+
+    def forward_alone() -> None:
+        forward(model, batch, x_BSD=leaf(model, batch), host=host)
+
+    assert [allocated(forward_alone).left for _ in range(10)] == [0] * 10
+    assert host.bytes_moved == 10 * LAYERS * 20 * 64 * 4
+
+
+def test_micro_batches_may_be_in_flight_together() -> None:
+    model, host = model_of(), HostMemory(CPU, poison=True)
+    batches = [make_batch((20,), seed=1), make_batch((30,), seed=2)]
+
+    def gradients(host: HostMemory | None) -> dict[str, Tensor]:
+        hidden = [forward(model, each, x_BSD=leaf(model, each), host=host) for each in batches]
+        for hidden_BSD in hidden:
+            hidden_BSD.square().mean().backward()
+        return take_gradients(model)
+
+    torch.testing.assert_close(gradients(host), gradients(None), atol=0, rtol=0)
+
+
+def test_a_second_backward_says_that_it_needs_a_second_forward() -> None:
+    model, batch = model_of(), make_batch((20,))
+    hidden_BSD = forward(model, batch, x_BSD=leaf(model, batch), host=HostMemory(CPU))
+    loss = hidden_BSD.square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="needed twice: run forward again"):
+        loss.backward()
+
+
+def test_scalars_of_any_dtype_are_read_together() -> None:
+    values = (torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(2), torch.tensor(0.25))
+    assert HostMemory(CPU).read(*values) == [1.5, 2.0, 0.25]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4])
+def test_on_a_card_gradients_are_bit_equal_and_the_peak_falls_by_the_block_inputs(
+    rows: int,
+) -> None:
+    device = torch.device("cuda")
+    layers = 16
+    model = set_dtype(tiny(num_hidden_layers=layers), torch.bfloat16).to(device)
+    checkpoint_blocks(model)
+    batch = make_batch(*[(2000, 48)] * rows).to(device)
+    host = HostMemory(device)
+
+    def step(host: HostMemory | None) -> tuple[int, dict[str, Tensor]]:
+        torch.cuda.reset_peak_memory_stats()
+        accumulate_gradients(model, [batch], host=host)
+        return torch.cuda.max_memory_allocated(), take_gradients(model)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        step(None)
+        plain_peak, wanted = step(None)
+        steps = [step(host) for _ in range(3)]  # the second and third with buffers used before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    block_input = rows * 2048 * 64 * 2
+    for peak, found in steps:
+        torch.testing.assert_close(found, wanted, atol=0, rtol=0)
+        assert plain_peak - peak >= (layers - 4) * block_input
