@@ -15,6 +15,10 @@ from torch.optim import Optimizer
 
 from solotune.errors import ConfigError
 
+# Numbers stepped at a time: the fp32 temporaries of a whole embedding would make the memory peak.
+# On CPU they stay in the cache (a quarter of the time); a card wants fewer, larger kernels.
+_PIECE_ON_CPU, _PIECE_ON_A_CARD = 2**18, 2**23
+
 
 class AdamWKahan(Optimizer):
     """AdamW whose bf16 weights follow an fp32 path to about 16 bits.
@@ -47,7 +51,7 @@ class AdamWKahan(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad.float(), group)
+                    self._step_one(parameter, parameter.grad, group)
 
     def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -58,18 +62,35 @@ class AdamWKahan(Optimizer):
             if parameter.dtype != torch.float32:
                 state["remainder"] = torch.zeros_like(parameter)
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        correction1 = 1 - beta1 ** state["step"]
-        correction2 = 1 - beta2 ** state["step"]
-        update = (state["exp_avg_sq"] / correction2).sqrt_().add_(group["eps"])
-        torch.div(state["exp_avg"], update, out=update)
-        update.div_(correction1).add_(parameter, alpha=group["weight_decay"]).mul_(-group["lr"])
-        if "remainder" not in state:
-            parameter.add_(update)
-            return
-        update.add_(state["remainder"])
-        exact = update.add_(parameter)  # weight + remainder + update, in fp32
-        parameter.copy_(exact)
-        state["remainder"].copy_(exact.sub_(parameter))
+        tensors = [parameter, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]]
+        if "remainder" in state:
+            tensors.append(state["remainder"])
+        size = _PIECE_ON_CPU if parameter.device.type == "cpu" else _PIECE_ON_A_CARD
+        for piece in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
+            _update_(*piece, step=state["step"], group=group)
+
+
+def _update_(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    remainder: Tensor | None = None,
+    *,
+    step: int,
+    group: dict[str, Any],
+) -> None:
+    """Step one piece of a parameter in place; the arithmetic is fp32."""
+    beta1, beta2 = group["betas"]
+    grad = grad.float()
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    update = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    torch.div(exp_avg, update, out=update)
+    update.div_(1 - beta1**step).add_(weight, alpha=group["weight_decay"]).mul_(-group["lr"])
+    if remainder is None:
+        weight.add_(update)
+        return
+    exact = update.add_(remainder).add_(weight)  # in fp32
+    weight.copy_(exact)
+    remainder.copy_(exact.sub_(weight))

@@ -15,7 +15,9 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    # In pieces: on CPU a norm in fp32 copies its bf16 input, an embedding's gradient would be a peak.
+    pieces = [piece for grad in grads for piece in grad.flatten().split(2**20)]
+    norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
