@@ -239,7 +239,7 @@ def no_weights(folder: Path) -> None:
         (truncate, r"model\.safetensors is truncated or damaged \(model.* would end at byte"),
         (cut_in_header, r"model\.safetensors is truncated or damaged \(its header"),
         (empty, r"model\.safetensors is truncated or damaged \(it has only 0 bytes"),
-        (replace_by_text, r"model\.safetensors is truncated or damaged"),
+        (replace_by_text, r"model\.safetensors is a Git LFS pointer"),
         (drop_a_tensor, r"lacks the weights model\.layers\.1\.mlp\.up_proj\.weight: "),
         (drop_the_head, r"lacks the weights lm_head\.weight: set tie_word_embeddings"),
         (add_a_tensor, r"model\.safetensors holds model\.layers\.2\.mlp\.up_proj\.weight"),

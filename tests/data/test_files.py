@@ -115,7 +115,7 @@ def test_a_source_that_is_no_data_file_says_what_would_be(
     source: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     (tmp_path / "a.xlsx").touch()
-    with pytest.raises(DataError, match=r"dataset source .*jsonl.*csv"):
+    with pytest.raises(DataError, match=r"dataset\.source=.*(jsonl.*csv|is a folder)"):
         data.dataset(tokenizer, source=str(tmp_path / source))
 
 

@@ -52,6 +52,7 @@ class Checkpointer:
         self.checkpoint_dir = model_folder(checkpoint_dir)
         self.output_dir = Path(output_dir)
         self.keep_last = keep_last
+        self._check_apart(checkpoint_dir)
         if self.output_dir.is_dir():
             try:
                 clean_up(self.output_dir)
@@ -74,7 +75,7 @@ class Checkpointer:
         if resume_from_checkpoint in (False, None):
             return None
         if resume_from_checkpoint is not True:
-            folder = model_folder(Path(str(resume_from_checkpoint)))
+            folder = model_folder(str(resume_from_checkpoint), key="resume_from_checkpoint")
         elif (self.output_dir / "latest").is_file():
             folder = pointed_folder(self.output_dir / "latest")
         else:
@@ -131,10 +132,16 @@ class Checkpointer:
     def finish(self) -> Path:
         """Make `final` a folder with the model of the latest step, and return its path.
 
-        Weight files are hard links where the file system has them.
+        Weight files are hard links where the file system has them. Raises CheckpointError where no
+        step was saved here.
         """
-        final = self.output_dir / "final"
-        latest = pointed_folder(self.output_dir / "latest")
+        final, pointer = self.output_dir / "final", self.output_dir / "latest"
+        if not pointer.is_file():
+            raise CheckpointError(
+                f"no step was left to save in {self.output_dir}: the run that was to be resumed is "
+                "complete; raise epochs to train on"
+            )
+        latest = pointed_folder(pointer)
         with new_folder(final) as folder:
             shutil.copytree(
                 latest,
@@ -144,6 +151,17 @@ class Checkpointer:
                 dirs_exist_ok=True,
             )
         return final
+
+    def _check_apart(self, checkpoint_dir: str | Path) -> None:
+        """Refuse to read the model from folders that this run removes or writes as it goes."""
+        source, output = self.checkpoint_dir.resolve(), self.output_dir.resolve()
+        of_run = source.parent == output and re.fullmatch(r"final|step_\d+", source.name)
+        if source == output or of_run:
+            raise CheckpointError(
+                f"checkpoint_dir={checkpoint_dir} belongs to output_dir={self.output_dir}, where "
+                "the run removes old steps: name another output_dir, or to resume, the "
+                "checkpoint_dir that the run began with"
+            )
 
     def _check_space(self, step: int, num_bytes: int) -> None:
         needed = num_bytes + SMALL_FILES_BYTES

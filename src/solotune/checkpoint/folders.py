@@ -79,15 +79,17 @@ def clean_up(parent: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def model_folder(path: str | Path) -> Path:
+def model_folder(path: str | Path, *, key: str = "checkpoint_dir") -> Path:
     """Return the folder with the weights: `path`, or for a run folder the step that `latest` names.
 
-    Raises CheckpointError if there is no such folder.
+    Raises CheckpointError, which names the config `key`, if there is no such folder.
     """
     path = Path(path)
     if not path.is_dir():
         fault = "is a file, not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {fault}: name a Hugging Face model folder or a run folder")
+        raise CheckpointError(
+            f"{key}={path} {fault}: name a Hugging Face model folder or a run folder"
+        )
     pointer = path / "latest"
     if pointer.is_file() and not (path / "config.json").is_file():
         return pointed_folder(pointer)

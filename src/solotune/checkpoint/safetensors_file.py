@@ -105,6 +105,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise _damaged(path, f"it has only {file_bytes} bytes")
+            if prefix == b"version ":
+                raise CheckpointError(
+                    f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull`"
+                )
             (header_bytes,) = struct.unpack("<Q", prefix)
             if header_bytes > min(file_bytes - 8, MAX_HEADER_BYTES):
                 raise _damaged(path, f"its header would be {header_bytes:,} bytes long")

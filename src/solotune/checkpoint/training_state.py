@@ -37,6 +37,7 @@ from solotune.models.decoder import Decoder
 FOLDER = "training_state"
 FORMAT = 1
 EXACT = "weight_fp32"
+_KEYS = ("progress", "optimizer", "parameters", "state", "generators", "environment")
 PACKAGES = ("solotune", "torch", "torchao", "bitsandbytes")
 TENSOR_MODULES = ("torchao.optim.",)  # whose tensor classes a state file may name
 
@@ -187,13 +188,17 @@ def _read(folder: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: resume from another step folder") from error
+    except ValueError:
+        state = None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged: resume from another step folder")
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has the format {state.get('format')}, this version reads {FORMAT}: "
             f"resume with solotune {state.get('environment', {}).get('solotune')}"
         )
+    if missing := [key for key in _KEYS if not isinstance(state.get(key), dict | str)]:
+        raise CheckpointError(f"{path} lacks {missing[0]}: resume from another step folder")
     return state
 
 

@@ -84,6 +84,8 @@ def build_samples(
     _check_choice("train_on", train_on, ("all", "last"))
     _check_choice("history", history, ("per_turn", "as_rendered"))
     _check_choice("on_bad_row", on_bad_row, ("stop", "skip"))
+    if max_rows is not None and max_rows < 1:
+        raise ConfigError(f"dataset.max_rows={max_rows}: use 1 or more, or null")
     report = Report(source=source, format=format or "unknown")
 
     def drafts() -> Iterator[_Draft]:
@@ -124,7 +126,8 @@ def build_samples(
         skipped = "".join(f"; {note}" for note in report.notes)
         raise DataError(
             f"{source} leaves nothing to train on: {report.rows} rows, {report.rows_unreadable} "
-            f"unreadable, {report.rows_skipped} without a target{skipped}"
+            f"unreadable, {report.rows_skipped} without a target (an assistant turn, within "
+            f"tokenizer.max_seq_len={tokenizer.max_seq_len}){skipped}"
         )
     if tokenizer.template is not None and report.format != "text":
         report.notes += _template_notes(tokenizer)

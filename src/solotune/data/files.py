@@ -25,20 +25,22 @@ class Row:
     fault: str | None = None
 
 
-def read_rows(source: str | Path) -> Iterator[Row]:
+def read_rows(source: str | Path, *, key: str = "dataset.source") -> Iterator[Row]:
     """The rows of a json, jsonl, csv or parquet file; those that cannot be parsed carry a `fault`.
 
-    Lines and rows count from 1. Raises DataError where the file as a whole cannot be read.
+    Lines and rows count from 1. Raises DataError where the file as a whole cannot be read; it names
+    the config `key`.
     """
     path = Path(source).expanduser()
     if not path.exists():
         raise DataError(
-            f"dataset source {source}: no such file; give the path of a json, jsonl, csv or "
-            "parquet file"
+            f"{key}={source}: no such file; give the path of a json, jsonl, csv or parquet file"
         )
-    if path.suffix not in _SUFFIXES or path.is_dir():
+    if path.is_dir():
+        raise DataError(f"{key}={source} is a folder: name one file in it")
+    if path.suffix not in _SUFFIXES:
         raise DataError(
-            f"dataset source {source}: not a {', '.join(_SUFFIXES)} file; convert it to one of them"
+            f"{key}={source} is not a {', '.join(_SUFFIXES)} file: convert it to one of them"
         )
     try:
         if path.suffix == ".parquet":

@@ -15,6 +15,7 @@ from solotune.data.batch import Batch, collate
 from solotune.data.packing import best_fit
 from solotune.data.samples import SampleSet
 from solotune.errors import ConfigError, DataError
+from solotune.tokenizers import check_vocabulary
 
 
 class Loader:
@@ -49,6 +50,13 @@ class Loader:
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.batch_size)
+
+    def fingerprint(self) -> str:
+        """Text that is equal for loaders which give the same batches in the same order."""
+        rows = "packed" if self.packed else "unpacked"
+        order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
+        size = f"{self.batch_size} x {self.max_seq_len}"
+        return f"{self.samples.fingerprint()} {size} {rows} {order}"
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 0) from batch `start` on, on the host."""
@@ -106,17 +114,21 @@ def make_loader(
     seed: int,
     shuffle: bool = True,
     packed: bool | None = None,
+    vocab_size: int | None = None,
 ) -> Loader:
     """A Loader of batches of `batch_size` rows.
 
     Packed rows hold `max_seq_len` tokens of several samples; unpacked rows hold one sample, grouped
     by length and filled to the longest of their batch. `packed` None takes the wish of the data
-    set. Raises ConfigError for sizes that cannot be, DataError for a data set without samples.
+    set. `vocab_size` is the model's. Raises ConfigError for sizes that cannot be and for tokens
+    outside the vocabulary, DataError for a data set without samples.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}: use 1 or more")
     if not len(samples):
         raise DataError(f"{samples.name} has no samples")
+    if vocab_size is not None:
+        check_vocabulary(int(samples.tokens_T.max()), vocab_size)
     longest = int(samples.lengths_N.max())
     if longest > max_seq_len:
         raise ConfigError(

@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens, D width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,37 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 KNOWN_FIELDS = INERT_FIELDS | _READ_FIELDS | frozenset(_NEUTRAL_VALUES)
 
 
+# What a field must be for the model to be built; None is no value where there is a default.
+_FIELD_KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "a whole number above 0",
+        lambda value: type(value) is int and value > 0,
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads",
+    ),
+    (
+        "a whole number above 0 or null",
+        lambda value: value is None or (type(value) is int and value > 0),
+        "num_key_value_heads head_dim",
+    ),
+    ("a number above 0", lambda value: type(value) in (int, float) and value > 0, "rms_norm_eps"),
+    (
+        "a number above 0 or null",
+        lambda value: value is None or (type(value) in (int, float) and value > 0),
+        "rope_theta",
+    ),
+    (
+        "true or false",
+        lambda value: isinstance(value, bool),
+        "tie_word_embeddings attention_bias mlp_bias",
+    ),
+    (
+        "an object or null",
+        lambda value: value is None or isinstance(value, dict),
+        "rope_scaling rope_parameters",
+    ),
+)
+
+
 class LlamaBlock(Block):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
@@ -71,6 +103,12 @@ def llama(config: dict[str, Any]) -> Decoder:
 
     Raises CheckpointError for a field whose value would change the result and is not supported.
     """
+    for kind, fits, fields in _FIELD_KINDS:
+        for field in fields.split():
+            if field in config and not fits(config[field]):
+                raise CheckpointError(
+                    f"config.json: {field}={config[field]!r} is not {kind}: fetch the file again"
+                )
     for field, neutral in _NEUTRAL_VALUES.items():
         if field in config and config[field] not in neutral:
             raise CheckpointError(

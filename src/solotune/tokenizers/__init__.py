@@ -1,7 +1,7 @@
 """Tokenizers and chat templates: text to token ids, and which of them the model is trained on."""
 
 from solotune.tokenizers.chat_template import CHATML, ChatTemplate, Message, Rendering, Turn
-from solotune.tokenizers.tokenizer import EncodedText, Tokenizer, auto
+from solotune.tokenizers.tokenizer import EncodedText, Tokenizer, auto, check_vocabulary
 
 __all__ = [
     "CHATML",
@@ -12,4 +12,5 @@ __all__ = [
     "Tokenizer",
     "Turn",
     "auto",
+    "check_vocabulary",
 ]

@@ -93,11 +93,7 @@ class Tokenizer:
         }
         self.bos_id = self._id_of("bos", generation)
         self.eos_id = self._id_of("eos", generation)
-        self._eos_ids = {
-            token_id
-            for token_id in _as_list(generation.get("eos_token_id"))
-            if token_id is not None
-        }
+        self._eos_ids = set(_token_ids("eos", generation))
         first = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
         self.adds_bos = (
             config.get("add_bos_token", True) and self.bos_id is not None and first == [self.bos_id]
@@ -245,7 +241,7 @@ class Tokenizer:
                     f"{self.folder}: {which}_token {text!r} is not in tokenizer.json"
                 )
             return token_id
-        token_id = (_as_list(generation.get(f"{which}_token_id")) or [None])[0]
+        token_id = next(iter(_token_ids(which, generation)), None)
         if (text := self.token_text(token_id)) is not None:
             self._variables[f"{which}_token"] = text
         return token_id
@@ -283,6 +279,11 @@ class Tokenizer:
                 source = named.get("default", next(iter(named.values()), None))
         if source is None:
             return None
+        if not isinstance(source, str):
+            raise CheckpointError(
+                f"{name} is a {type(source).__name__} in tokenizer_config.json, not text: fetch "
+                "the file again, or choose one with tokenizer.chat_template"
+            )
         enders = {self.token_text(token_id) for token_id in {self.eos_id, *self._eos_ids}} - {None}
         return ChatTemplate(
             source,
@@ -359,6 +360,16 @@ def auto(
     )
 
 
+def check_vocabulary(largest_id: int, vocab_size: int) -> None:
+    """Raise ConfigError where a token id has no row in the model's embedding."""
+    if largest_id >= vocab_size:
+        raise ConfigError(
+            f"token {largest_id} is outside the model's vocabulary of {vocab_size}: the tokenizer "
+            "belongs to another model, or was given tokens that the model never got; set "
+            "tokenizer.path"
+        )
+
+
 def _respell(definition: dict[str, Any], guards: Mapping[str, str]) -> dict[str, Any]:
     """A tokenizer.json whose special tokens are spelled as `guards` says, without post-processor.
 
@@ -398,8 +409,16 @@ def _token_text(value: Any) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _token_ids(which: str, generation: Mapping[str, Any]) -> list[int]:
+    """The BOS or EOS ids that config.json or generation_config.json name: one, several or none."""
+    value = generation.get(f"{which}_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise CheckpointError(
+            f"{which}_token_id={value!r} in config.json or generation_config.json of the model "
+            "folder: it is one token id or a list of them"
+        )
+    return ids
 
 
 def _read_text(path: Path) -> str:
