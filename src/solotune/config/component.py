@@ -47,6 +47,16 @@ DEFAULT_PATHS = {
     "model": "solotune.models.auto",
     "tokenizer": "solotune.tokenizers.auto",
 }
+# What our keys may name of the ROOTS; a key that only a copied recipe has may name any.
+_ROOTS_BY_KEY = {
+    "dataset": ("solotune.data",),
+    "dataset_val": ("solotune.data",),
+    "loss": ("solotune.losses",),
+    "lr_scheduler": ("solotune.training",),
+    "model": ("solotune.models",),
+    "optimizer": ("solotune.optim", "torch.optim", "torchao.optim", "bitsandbytes.optim"),
+    "tokenizer": ("solotune.tokenizers",),
+}
 # Of these a recipe always has one: a config that leaves the node out means the default.
 ALWAYS_THERE = ("loss", "model", "tokenizer")
 
@@ -95,7 +105,7 @@ class Component:
     @property
     def target(self) -> Any:
         """The class or builder, imported; raises ConfigError where it is missing or not allowed."""
-        fault = path_fault(self.path, self.permissions)
+        fault = path_fault(self.path, self.permissions, key=self.key)
         if fault:
             raise ConfigError(self._message(fault))
         module_name, _, name = self.path.rpartition(".")
@@ -200,6 +210,10 @@ class Component:
             return target(*args, **keywords)
         except ValueError as error:  # how optimizers refuse a value
             raise ConfigError(self._message(f"{self.path}: {error}")) from error
+        except RuntimeError as error:  # and a combination of values
+            if not any(_is_under(self.path, root) for root in _ROOTS_BY_KEY["optimizer"]):
+                raise
+            raise ConfigError(self._message(f"{self.path}: {error}")) from error
 
     def _typed(self, name: str, parameter: inspect.Parameter | None) -> Any:
         """Return the argument as the parameter's annotation, or its default's type, wants it."""
@@ -283,13 +297,17 @@ def value_node(value: Any) -> Node:
     return to_node(value)
 
 
-def path_fault(path: str, permissions: Permissions) -> str | None:
+def path_fault(path: str, permissions: Permissions, *, key: str = "") -> str | None:
     """Return what is wrong with a component's path as far as the text tells, without an import."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return f"{path} is not a dotted path as torch.optim.AdamW"
     if permissions.allows(path):
-        return None
+        roots = _ROOTS_BY_KEY.get(key, ())
+        free = not roots or permissions.trusts(path) or permissions.beside_recipe(path)
+        if free or any(_is_under(path, root) for root in roots):
+            return None
+        return f"{path} is none: name one of {', '.join(roots)}"
     if parts[0] == "torchtune":
         return f"{path}: {torchtune.equivalent_component(path)}"
     return (

@@ -37,6 +37,7 @@ from solotune.config.suggest import suggest
 from solotune.errors import ConfigError
 
 ConfigClass = TypeVar("ConfigClass")
+_LATER = ("ac_mode", "activation_offload_to", "adapter", "metric_logger", "profiler")
 _STAMP = re.compile(r"# solotune \S+ (\S+) sha256:")
 
 
@@ -112,7 +113,7 @@ def load(
             node = tree.items.get(field.name)
             faults.append(f"{field.name}: {error}{at(node.where) if node else ''}")
     for component in components_in(values, nested=True):
-        fault = path_fault(component.path, permissions)
+        fault = path_fault(component.path, permissions, key=component.key)
         faults += [f"{component.key}: {fault}{at(component.where)}"] if fault else []
     _raise(faults)
     return Loaded(values, Origin(recipe_name, config_name or (str(config) if config else None)))
@@ -150,7 +151,10 @@ def _unknown_keys(tree: Mapping, schema: Schema) -> list[str]:
         below = dotted_keys(node, name)
         repairs = {key: torchtune.equivalent_key(key) for key in [name, *below]}
         repair = repairs.pop(name)
-        faults.append(f"{name}: unknown key{repair or suggest(name, known)}{at(node.where)}")
+        fault = f"unknown key{repair or suggest(name, known)}"
+        if name in _LATER:
+            fault = "not in this version: remove the key"
+        faults.append(f"{name}: {fault}{at(node.where)}")
         faults += [
             f"{key}: unknown key{why}" for key, why in repairs.items() if why not in ("", repair)
         ]
