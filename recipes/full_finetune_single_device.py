@@ -46,6 +46,7 @@ from solotune.training import (
     pick_device,
     pick_dtype,
     pick_output_dir,
+    remove_run,
     set_dtype,
     set_lr,
     set_seed,
@@ -65,7 +66,7 @@ class Config:
     val_fraction: float = 0.05  # of the rows, at most 256 of them; 0 trains on all
     checkpoint_dir: str  # a Hugging Face folder, or the folder of an earlier run
     output_dir: str | None = None  # null: ./runs/<config>-<time>
-    overwrite: bool = False  # whether output_dir may hold an earlier run, which is deleted
+    overwrite: bool = False  # delete an earlier run in output_dir, once this one can begin
     resume_from_checkpoint: bool | str = False  # True: output_dir's newest; or a step or run folder
 
     # memory
@@ -117,6 +118,8 @@ def validate(cfg: Config) -> None:
             raise ConfigError(f"{key}={value}: use a number above 0")
     if not 0 <= cfg.val_fraction < 1:
         raise ConfigError(f"val_fraction={cfg.val_fraction}: use 0 or more, and less than 1")
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed={cfg.seed}: use 0 or more, and less than 2**32")
     later = {
         "optimizer_in_bwd": cfg.optimizer_in_bwd,
         "optimizer_state": cfg.optimizer_state != "device",
@@ -140,19 +143,27 @@ def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
     return model.train()
 
 
-def setup_data(cfg: Config, tokenizer) -> tuple[Loader, Loader | None, list[str]]:
+def setup_data(cfg: Config, tokenizer, model: Decoder) -> tuple[Loader, Loader | None, list[str]]:
     """Return the loaders of training and validation data, and the facts to print about them."""
     samples = cfg.dataset.build(tokenizer)
     samples_val = cfg.dataset_val.build(tokenizer) if cfg.dataset_val else None
     facts = samples.lines()
     if samples_val is not None:
-        facts += samples_val.lines()
+        facts += [f"validation {line}" for line in samples_val.lines()]
     elif cfg.val_fraction > 0:
         samples, samples_val = split_validation(samples, fraction=cfg.val_fraction)
         facts.append(f"validation: {len(samples_val)} samples held out (val_fraction)")
-    sizes = {"batch_size": cfg.batch_size, "max_seq_len": tokenizer.max_seq_len, "seed": cfg.seed}
+    sizes = {
+        "batch_size": cfg.batch_size,
+        "max_seq_len": tokenizer.max_seq_len,
+        "seed": cfg.seed,
+        "vocab_size": len(model.output_weight),
+    }
     loader = make_loader(samples, shuffle=cfg.shuffle, **sizes)
     loader_val = make_loader(samples_val, shuffle=False, **sizes) if samples_val else None
+    longest, known = int(samples.lengths_N.max()), model.config.get("max_position_embeddings")
+    if known is not None and longest > known:
+        facts.append(f"warning: {longest} tokens in a row, {known} positions known to the model")
     return loader, loader_val, facts
 
 
@@ -224,22 +235,23 @@ def main(cfg: Config) -> None:
 
     model = setup_model(cfg, checkpoint.checkpoint_dir, dtype)
     tokenizer = cfg.tokenizer.build(checkpoint_dir=checkpoint.checkpoint_dir)
-    loader, loader_val, data_facts = setup_data(cfg, tokenizer)
-    loaded = checkpoint.load_weights(model, device=device, resume=resumed_from)  # [mem] weights
-    optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
-    loss_fn = cfg.loss.build()
-    host = HostMemory(device)
-
-    data = f"{loader.samples.fingerprint()} {cfg.batch_size}x{tokenizer.max_seq_len} {cfg.seed}"
-    progress = Progress(data=data)
-    if resumed_from:
-        progress = Progress(**checkpoint.load_training_state(resumed_from, model, optimizer))
-        progress.check_data(data)
+    loader, loader_val, data_facts = setup_data(cfg, tokenizer, model)
     accumulation = cfg.gradient_accumulation_steps
     all_steps = math.ceil(len(loader) / accumulation)
     steps_per_epoch = min(all_steps, cfg.max_steps_per_epoch or all_steps)
     total_steps = cfg.epochs * steps_per_epoch
     lr_factor = cfg.lr_scheduler.build(total_steps) if cfg.lr_scheduler else constant(total_steps)
+    loss_fn = cfg.loss.build()
+
+    loaded = checkpoint.load_weights(model, device=device, resume=resumed_from)  # [mem] weights
+    optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
+    host = HostMemory(device)
+    progress = Progress(data=loader.fingerprint())
+    if resumed_from:
+        progress = Progress(**checkpoint.load_training_state(resumed_from, model, optimizer))
+        progress.check_data(loader.fingerprint())
+    if not resume:
+        remove_run(output_dir)  # not earlier: what stops a run before here costs nothing
 
     log = RunLog(
         output_dir,
@@ -247,7 +259,7 @@ def main(cfg: Config) -> None:
         first_step=progress.step,
         every=cfg.log_every_n_steps,
     )
-    log.write_run(device, data=data)
+    log.write_run(device, data=progress.data)
     log.facts(
         f"output: {output_dir}",
         f"device: {describe_device(device)}",
@@ -257,7 +269,8 @@ def main(cfg: Config) -> None:
         *data_facts,
         f"a step: {loader.num_tokens // all_steps:,} tokens, {loader.num_targets // all_steps:,} "
         f"of them targets, in {min(accumulation, len(loader))} micro-batches of {cfg.batch_size}",
-        f"the run: {cfg.epochs} epochs of {steps_per_epoch} steps",
+        f"the run: {cfg.epochs} epochs of {steps_per_epoch} steps"
+        + (f", {progress.step} of them done" if progress.step else ""),
     )
 
     def validate_on(batches: Loader) -> float:
@@ -291,6 +304,7 @@ def main(cfg: Config) -> None:
             for group in islice(accumulation_groups(batches, accumulation), steps_left):
                 lr = set_lr(optimizer, lr_factor(progress.step + 1))
                 loss, grad_norm = train_step(cfg, model, loss_fn, optimizer, group, host)
+                num_targets = sum(batch.num_targets for batch in group)
                 progress.advance(group)
                 log.step(
                     progress.step,
@@ -299,18 +313,13 @@ def main(cfg: Config) -> None:
                     lr=lr,
                     grad_norm=grad_norm,
                     num_tokens=sum(batch.num_tokens for batch in group),
-                    num_targets=sum(batch.num_targets for batch in group),
+                    num_targets=num_targets,
                     peak_bytes=peak_bytes(device),
                 )
                 steps_left -= 1
                 check_finite(progress.step, loss, grad_norm, on_nonfinite=cfg.on_nonfinite)
-                if stop and progress.step < total_steps:
-                    save(best=False)
-                    log.facts(
-                        f"stopped by {stop.signal_name}; go on with: tune run {origin(cfg).recipe} "
-                        f"--config {output_dir}/config.yaml resume_from_checkpoint={output_dir}"
-                    )
-                    return
+                if not num_targets:
+                    log.facts(f"warning: step {progress.step} has no target and changed nothing")
                 save_due = is_due(progress.step, cfg.save_every_n_steps, epoch_ends=not steps_left)
                 save_due |= progress.step == total_steps
                 val_due = is_due(
@@ -320,8 +329,14 @@ def main(cfg: Config) -> None:
                 if loader_val and (val_due or save_due):
                     val_loss = validate_on(loader_val)
                     best = save_due and progress.improves(val_loss)
-                if save_due:
+                if save_due or stop:
                     save(best=best)
+                if stop and progress.step < total_steps:
+                    log.facts(
+                        f"stopped by {stop.signal_name}; go on with: tune run {origin(cfg).recipe} "
+                        f"--config {output_dir}/config.yaml resume_from_checkpoint={output_dir}"
+                    )
+                    return
     print(checkpoint.finish())
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from solotune.checkpoint import load_weights, model_folder
 from solotune.config import Component, ConfigError, parse_cli
-from solotune.data import read_prompts
+from solotune.data import Prompt, read_prompts
 from solotune.models import Decoder
-from solotune.tokenizers import Tokenizer
+from solotune.tokenizers import Tokenizer, check_vocabulary
 from solotune.training import pick_device, pick_dtype, set_dtype
 
 
@@ -45,7 +45,7 @@ class Config:
     temperature: float = 0.0  # 0: always the likeliest token
     top_k: int | None = None  # sample among the k likeliest
     top_p: float | None = None  # sample among the likeliest that hold this probability together
-    seed: int = 42  # each prompt draws from (seed, its number): batch_size changes no answer
+    seed: int = 42  # each prompt draws from (seed, its number), whatever the batch_size
     batch_size: int = 8  # prompts
 
 
@@ -63,20 +63,39 @@ def validate(cfg: Config) -> None:
         value = getattr(cfg, key)
         if value is not None and value < 1:
             raise ConfigError(f"{key}={value}: use 1 or more")
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed={cfg.seed}: use 0 or more, and less than 2**32")
     if cfg.system is not None and not cfg.chat:
         raise ConfigError("system has no place without the chat template: set chat=True")
 
 
-def encode(cfg: Config, tokenizer: Tokenizer, prompt: str | list[dict]) -> list[int]:
+def encode(cfg: Config, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """Return the tokens of a prompt, as training would have them before an answer."""
     if not cfg.chat:
-        if not isinstance(prompt, str):
-            raise ConfigError("chat=False takes prompts as text, not as messages")
-        return tokenizer.encode(prompt, add_bos=tokenizer.adds_bos)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(prompt.asked, str):
+            raise ConfigError(f"{prompt.place}: chat=False takes text, not messages")
+        tokens = tokenizer.encode(prompt.asked, add_bos=tokenizer.adds_bos)
+        if not tokens:
+            raise ConfigError(f"{prompt.place}: an empty text gives the model nothing to go on")
+        return tokens
+    asked = prompt.asked
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     if cfg.system is not None:
+        if messages[0]["role"] == "system":
+            raise ConfigError(f"{prompt.place}: it has its own system message: remove system")
         messages = [{"role": "system", "content": cfg.system}, *messages]
-    return tokenizer.encode_chat(messages)
+    return tokenizer.encode_chat(messages, tools=prompt.tools)
+
+
+def check_prompt(cfg: Config, model: Decoder, prompt: Prompt, tokens: list[int]) -> None:
+    """Raise ConfigError where the model cannot take a prompt, or not its answer."""
+    check_vocabulary(max(tokens), len(model.output_weight))
+    known = model.config.get("max_position_embeddings")
+    if known is not None and len(tokens) + cfg.max_new_tokens > known:
+        raise ConfigError(
+            f"{prompt.place}: {len(tokens)} tokens and max_new_tokens={cfg.max_new_tokens} are "
+            f"more than the {known} positions of the model: shorten one of them"
+        )
 
 
 def pick(cfg: Config, logits_BV: Tensor, generators: list[torch.Generator]) -> Tensor:
@@ -142,8 +161,8 @@ def _until_stop(tokens: list[int], stop_ids: set[int]) -> list[int]:
 
 
 def open_answers(path: str | None) -> AbstractContextManager[TextIO | None]:
-    """Return the file for the answers, opened before any weight is read; None for the terminal."""
-    return nullcontext() if path is None else Path(path).open("w", encoding="utf-8")
+    """Return the file for the answers, which keeps what it holds; None for the terminal."""
+    return nullcontext() if path is None else Path(path).open("a", encoding="utf-8")
 
 
 def main(cfg: Config) -> None:
@@ -156,21 +175,26 @@ def main(cfg: Config) -> None:
         model = cfg.model.build(checkpoint_dir=folder)
     set_dtype(model, dtype).eval()
     tokenizer = cfg.tokenizer.build(checkpoint_dir=folder)
-    prompts = read_prompts(cfg.prompts_file) if cfg.prompts_file else [cfg.prompt or ""]
+    prompts = read_prompts(cfg.prompts_file) if cfg.prompts_file else [Prompt(cfg.prompt or "")]
     encoded = [encode(cfg, tokenizer, prompt) for prompt in prompts]
-    load_weights(model, folder, device=device)  # [mem] weights
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        check_prompt(cfg, model, prompt, tokens)
 
-    with open_answers(cfg.output_file) as output:
+    with open_answers(cfg.output_file) as output:  # a wrong path costs no reading of weights
+        load_weights(model, folder, device=device)  # [mem] weights
+        if output is not None:
+            output.truncate(0)
         for first in range(0, len(encoded), cfg.batch_size):
             batch = slice(first, first + cfg.batch_size)
             answers = answer(cfg, model, encoded[batch], tokenizer.stop_ids(), first)
             for prompt, tokens in zip(prompts[batch], answers, strict=True):
                 text = tokenizer.decode(tokens, skip_special=True)
-                if output is None:
-                    asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-                    print(f"> {asked}\n{text}\n", flush=True)
+                asked = prompt.asked
+                if output is not None:
+                    output.write(json.dumps({"prompt": asked, "answer": text}) + "\n")
                 else:
-                    output.write(json.dumps({"prompt": prompt, "answer": text}) + "\n")
+                    last = asked if isinstance(asked, str) else asked[-1]["content"]
+                    print(f"> {last}\n{text}\n", flush=True)
     if cfg.output_file is not None:
         print(cfg.output_file)
 

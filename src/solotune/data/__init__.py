@@ -5,7 +5,7 @@ from solotune.data.dataset import build_samples, dataset
 from solotune.data.files import Row, read_rows
 from solotune.data.loader import Loader, make_loader
 from solotune.data.packing import best_fit
-from solotune.data.prompts import read_prompts
+from solotune.data.prompts import Prompt, read_prompts
 from solotune.data.pydoc import pydoc_dataset
 from solotune.data.samples import Report, SampleSet, split_validation
 
@@ -13,6 +13,7 @@ __all__ = [
     "IGNORED",
     "Batch",
     "Loader",
+    "Prompt",
     "Report",
     "Row",
     "SampleSet",

@@ -1,52 +1,76 @@
 """Prompts for generation, from a file."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from solotune.data.files import Row, read_rows
+from solotune.data.files import read_rows
 from solotune.data.messages import Conversation, parse_row
 from solotune.errors import DataError
+from solotune.tokenizers import Message
 
 
-def read_prompts(path: str | Path) -> list[str | list[dict[str, Any]]]:
-    """Return one prompt a line of a .txt file, or a row of a json, jsonl or csv file.
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked: a text, or the messages before the answer, with the tools offered to it.
 
-    A row holds `prompt`, or `messages`; a last assistant turn among the messages is what is asked
-    for, and left out. Raises DataError that names file and row.
+    `place` says where it stands, for messages.
+    """
+
+    asked: str | list[Message]
+    tools: list[dict[str, Any]] | None = None
+    place: str = "prompt"
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Return one prompt a line of a .txt file, or a row of a json, jsonl, csv or parquet file.
+
+    A row holds `prompt`, or `messages` and perhaps `tools`; a last assistant turn among the
+    messages is what is asked for, and left out. Empty lines of a .txt file are passed over. Raises
+    DataError that names file and row.
     """
     path = Path(path).expanduser()
-    if path.suffix == ".txt":
-        try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except FileNotFoundError:
-            raise DataError(f"prompts_file={path}: no such file") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"prompts_file={path} cannot be read: {error}") from None
-        prompts: list[str | list[dict[str, Any]]] = [line for line in lines if line.strip()]
-    else:
-        prompts = [_prompt(row.columns, row.place) for row in _readable(path)]
+    read = _text_prompts if path.suffix == ".txt" else _row_prompts
+    prompts = list(read(path))
     if not prompts:
         raise DataError(f"prompts_file={path} holds no prompt")
     return prompts
 
 
-def _readable(path: Path) -> Iterator[Row]:
-    for row in read_rows(path):
+def _text_prompts(path: Path) -> Iterator[Prompt]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"prompts_file={path} is not UTF-8 at byte {error.start}: save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise DataError(f"prompts_file={path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield Prompt(line, place=f"{path}, line {number}")
+
+
+def _row_prompts(path: Path) -> Iterator[Prompt]:
+    for row in read_rows(path, key="prompts_file"):
         if row.fault:
             raise DataError(f"{row.place}: {row.fault}")
-        yield row
-
-
-def _prompt(columns: dict[str, Any], place: str) -> str | list[dict[str, Any]]:
-    if isinstance(columns.get("prompt"), str):
-        return columns["prompt"]
-    if "messages" not in columns:
-        raise DataError(f"{place}: wanted prompt or messages, found {', '.join(columns)}")
-    try:
-        conversation = parse_row(columns, "messages")
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from None
-    assert isinstance(conversation, Conversation)  # the format `text` alone gives text
-    messages = list(conversation.messages)
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if isinstance(row.columns.get("prompt"), str):
+            yield Prompt(row.columns["prompt"], place=row.place)
+            continue
+        if "messages" not in row.columns:
+            raise DataError(
+                f"{row.place}: wanted prompt (text) or messages, found {sorted(row.columns)}"
+            )
+        try:
+            conversation = parse_row(row.columns, "messages")
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from None
+        assert isinstance(conversation, Conversation)  # the format `text` alone gives text
+        messages = list(conversation.messages)
+        if messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise DataError(f"{row.place}: no message stands before the answer")
+        yield Prompt(messages, tools=conversation.tools, place=row.place)

@@ -14,6 +14,7 @@ from solotune.training.progress import stop_on_signals as stop_on_signals
 from solotune.training.run_log import RunLog as RunLog
 from solotune.training.run_log import peak_bytes as peak_bytes
 from solotune.training.run_log import pick_output_dir as pick_output_dir
+from solotune.training.run_log import remove_run as remove_run
 from solotune.training.schedule import constant as constant
 from solotune.training.schedule import cosine as cosine
 from solotune.training.schedule import linear as linear

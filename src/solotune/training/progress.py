@@ -1,6 +1,7 @@
 """Where a run stands, and when it does what."""
 
 import math
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,9 +32,9 @@ class Progress:
         """Raise ConfigError where the batches to come are not those of the saved run."""
         if self.data != data:
             raise ConfigError(
-                "resume_from_checkpoint: dataset, tokenizer, batch_size, max_seq_len or seed "
-                f"differ from the saved run ({self.data}, now {data}): resume with the same, "
-                "or start a new run with checkpoint_dir set to the saved folder"
+                "resume_from_checkpoint: the batches would not be those of the saved run (dataset, "
+                f"tokenizer or a key of the loader: {self.data}; now {data}): resume with the "
+                "same, or start a new run with checkpoint_dir set to the saved folder"
             )
 
     def start_epoch(self, epoch: int) -> None:
@@ -48,8 +49,9 @@ class Progress:
         self.num_tokens += sum(batch.num_tokens for batch in group)
 
     def improves(self, val_loss: float) -> bool:
-        """Record a validation loss; return whether it is the best so far."""
-        better = self.best_val_loss is None or val_loss < self.best_val_loss
+        """Record a validation loss; return whether it is the best so far, which NaN never is."""
+        best = math.inf if self.best_val_loss is None else self.best_val_loss
+        better = val_loss < best
         if better:
             self.best_val_loss = val_loss
         return better
@@ -94,7 +96,8 @@ class StopFlag:
         if self:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
-        print(f"\n{self.signal_name}: saving after this step; once more stops without saving")
+        text = f"\n{self.signal_name}: saving after this step; once more stops without saving\n"
+        os.write(2, text.encode())  # print may be what was interrupted, and cannot be entered twice
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import re
 import shutil
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from solotune.checkpoint.folders import write_text
 from solotune.errors import ConfigError
 
 _PACKAGES = ("solotune", "torch", "torchao", "bitsandbytes", "tokenizers", "safetensors")
@@ -23,10 +25,11 @@ _PACKAGES = ("solotune", "torch", "torchao", "bitsandbytes", "tokenizers", "safe
 def pick_output_dir(
     output_dir: str | None, *, config: str | None, resume: bool | str, overwrite: bool
 ) -> Path:
-    """Return the folder of a run, made and writable; the default is ./runs/<config>-<time>.
+    """Return the folder of a run, made and writable; the default is a new ./runs/<config>-<time>.
 
     A run that goes on from a named folder writes beside it unless told otherwise. Raises
-    ConfigError for a folder that holds something, unless the run resumes or may overwrite.
+    ConfigError for a folder that holds something, unless the run resumes or may overwrite: then
+    `remove_run` deletes the earlier one when nothing can go wrong any more.
     """
     if output_dir is not None:
         folder = Path(output_dir)
@@ -40,38 +43,44 @@ def pick_output_dir(
         )
     else:
         name = Path(config).with_suffix("").as_posix().replace("/", "-") if config else "run"
-        folder = _unused(Path("runs") / f"{name.strip('-.')}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = Path("runs") / f"{name.strip('-.')}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        if folder.is_dir() and any(folder.iterdir()) and not resume:
-            if not overwrite:
-                raise ConfigError(
-                    f"output_dir={folder} is not empty: name another, resume with "
-                    "resume_from_checkpoint=True, or set overwrite=True"
-                )
-            _remove_run(folder)
+        if output_dir is None and not resume:
+            folder = _make_unused(folder)
+        elif folder.is_dir() and any(folder.iterdir()) and not (resume or overwrite):
+            raise ConfigError(
+                f"output_dir={folder} is not empty: name another, resume with "
+                "resume_from_checkpoint=True, or set overwrite=True"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"output_dir={folder} cannot be written ({error.strerror}): name another folder"
+        ) from None
     return folder
 
 
-def _unused(folder: Path) -> Path:
-    """Return `folder`, numbered where another run started in the same second."""
+def _make_unused(folder: Path) -> Path:
+    """Make `folder`, numbered where another run started in the same second."""
     candidate, number = folder, 2
-    while candidate.exists():
-        candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
-    return candidate
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
 
 
-def _remove_run(folder: Path) -> None:
+def remove_run(folder: Path) -> None:
     """Delete what runs write; a stranger's file in the folder stays."""
     for name in ("config.yaml", "run.json", "metrics.jsonl", "latest", "best"):
         (folder / name).unlink(missing_ok=True)
-    for path in (folder / "final", *folder.glob("step_*")):
-        shutil.rmtree(path, ignore_errors=True)
+    for path in list(folder.iterdir()):
+        if path.is_dir() and re.fullmatch(r"final|step_\d+", path.name):
+            shutil.rmtree(path)
 
 
 class RunLog:
@@ -86,10 +95,11 @@ class RunLog:
     ) -> None:
         self.output_dir = output_dir
         self._every = every
-        (output_dir / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        write_text(output_dir / "config.yaml", config_yaml)
         self._metrics = output_dir / "metrics.jsonl"
         kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step]
-        self._metrics.write_text("".join(kept), encoding="utf-8")
+        # Nothing is saved of step 0: a run that begins again validates again.
+        write_text(self._metrics, "".join(kept if first_step else []))
 
     def _lines(self) -> list[str]:
         """Return the whole lines of an earlier part of the run; a kill may have cut the last."""
@@ -117,7 +127,7 @@ class RunLog:
             run["device_name"] = torch.cuda.get_device_name(device)
             run["cuda"] = torch.version.cuda
         text = json.dumps(run | facts, indent=2)
-        (self.output_dir / "run.json").write_text(text + "\n", encoding="utf-8")
+        write_text(self.output_dir / "run.json", text + "\n")
 
     @contextmanager
     def running(self, total_steps: int, *, first_step: int) -> Iterator[None]:
