@@ -15,7 +15,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
-    # In pieces: on CPU a norm in fp32 copies its bf16 input, an embedding's gradient would be a peak.
+    # In pieces: on CPU a norm in fp32 copies a bf16 input, and an embedding's would be a peak.
     pieces = [piece for grad in grads for piece in grad.flatten().split(2**20)]
     norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     norm = torch.linalg.vector_norm(torch.stack(norms))
