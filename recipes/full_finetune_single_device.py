@@ -3,8 +3,8 @@
 Five buffers make the memory peak; each is decided by a line marked [mem] (P parameters, bf16):
 
     weights       2P bytes                     dtype
-    gradients     2P                           freed by zero_grad
-    optimizer     2P (8-bit) to 10P (Kahan)    optimizer
+    gradients     2P, or one block's           optimizer_in_bwd
+    optimizer     2P (8-bit) to 10P (Kahan)    optimizer, optimizer_state
     activations   one block input a block      enable_activation_checkpointing, ..._offloading
     logits        one chunk of target rows     loss.chunk_tokens
 
@@ -30,7 +30,16 @@ from torch import nn
 from solotune.checkpoint import Checkpointer, resume_lines
 from solotune.config import Component, ConfigError, origin, parse_cli, resolved_yaml
 from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
-from solotune.memory import HostMemory, checkpoint_blocks, compile_blocks
+from solotune.memory import (
+    HostMemory,
+    StateHome,
+    Stepper,
+    checkpoint_blocks,
+    compile_blocks,
+    layer_major_step,
+    offload_activations,
+    step_in_backward,
+)
 from solotune.models import Decoder
 from solotune.optim import decay_groups
 from solotune.training import (
@@ -73,10 +82,12 @@ class Config:
     device: str = "auto"  # auto: cuda, xpu, mps, cpu, the first that is there
     dtype: str = "bf16"  # bf16 or fp32, of matrices; one-dimensional parameters are always fp32
     enable_activation_checkpointing: bool = True  # keep block inputs, compute the rest again
+    ac_mode: Literal["full", "selective"] = "full"  # which blocks, or what of them: ac_option
+    ac_option: int | Literal["op"] | None = None  # selective: every k-th block; op: keep attention
     enable_activation_offloading: bool = False  # block inputs wait for backward in host memory
     compile: bool = False  # torch.compile, one block at a time
-    optimizer_in_bwd: bool = False  # comes with a later version
-    optimizer_state: Literal["device", "host", "disk"] = "device"  # device only, in this version
+    optimizer_in_bwd: bool = False  # step inside backward: one block's gradients are alive
+    optimizer_state: Literal["device", "host", "disk"] = "device"  # where it is between steps
     resident_layers: int | None = None  # null: all; streaming comes with a later version
     plan: bool = False  # comes with a later version
 
@@ -120,15 +131,26 @@ def validate(cfg: Config) -> None:
         raise ConfigError(f"val_fraction={cfg.val_fraction}: use 0 or more, and less than 1")
     if not 0 <= cfg.seed < 2**32:
         raise ConfigError(f"seed={cfg.seed}: use 0 or more, and less than 2**32")
-    later = {
-        "optimizer_in_bwd": cfg.optimizer_in_bwd,
-        "optimizer_state": cfg.optimizer_state != "device",
-        "resident_layers": cfg.resident_layers is not None,
-        "plan": cfg.plan,
-    }
-    for key, asked in later.items():
-        if asked:
+    if (cfg.ac_mode == "selective") != (cfg.ac_option is not None):
+        raise ConfigError(
+            f"ac_mode={cfg.ac_mode} with ac_option={cfg.ac_option}: set ac_mode=selective and "
+            "ac_option to a number of blocks or to op, or neither"
+        )
+    if cfg.ac_mode == "selective" and (layer_major(cfg) or not cfg.enable_activation_checkpointing):
+        raise ConfigError(
+            "ac_mode=selective needs enable_activation_checkpointing=True, and has no effect where "
+            "optimizer_in_bwd meets accumulation or clipping (full checkpointing): use ac_mode=full"
+        )
+    for key in ("resident_layers", "plan"):
+        if getattr(cfg, key):
             raise ConfigError(f"{key}={getattr(cfg, key)} is not in this version: remove the key")
+
+
+def layer_major(cfg: Config) -> bool:
+    """Whether all micro-batches go through one block before the next."""
+    return cfg.optimizer_in_bwd and (
+        cfg.gradient_accumulation_steps > 1 or cfg.clip_grad_norm is not None
+    )
 
 
 def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
@@ -136,8 +158,8 @@ def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
     with torch.device("meta"):
         model = cfg.model.build(checkpoint_dir=folder)
     set_dtype(model, dtype)  # [mem] weights  [num] one-dimensional parameters stay fp32
-    if cfg.enable_activation_checkpointing:
-        checkpoint_blocks(model)  # [mem] activations: keep block inputs, recompute the rest
+    if cfg.enable_activation_checkpointing and not layer_major(cfg):  # which recomputes by itself
+        checkpoint_blocks(model, option=cfg.ac_option)  # [mem] activations: recompute the rest
     if cfg.compile:
         compile_blocks(model)  # [mem] temporaries; the recomputation is inside the compiled block
     return model.train()
@@ -171,7 +193,7 @@ def train_step(
     cfg: Config,
     model: Decoder,
     loss_fn: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    stepper: Stepper,
     group: list[Batch],
     host: HostMemory,
 ) -> tuple[float, float | None]:
@@ -181,6 +203,10 @@ def train_step(
     clipping). The device is read once, before the step.
     """
     num_targets = sum(batch.num_targets for batch in group)  # [num] exact shares, known beforehand
+    if layer_major(cfg):  # [mem] gradients: one block's; block inputs wait on the host
+        clip = cfg.clip_grad_norm  # [num] exact: gradients are parked on the host for the norm
+        return layer_major_step(model, loss_fn, stepper, group, num_targets, clip=clip, host=host)
+
     mean_loss = torch.zeros((), device=model.device)
     embedded = []
     for batch in group:
@@ -189,22 +215,30 @@ def train_step(
         context = model.context(batch.positions_BS, batch.segments_BM)
         around_block = nullcontext
         if cfg.enable_activation_offloading:  # [mem] activations: block inputs leave the device
-            around_block = host.offload_activations(keep=(*model.parameters(), *context.tensors()))
+            around_block = offload_activations(host, keep=(*model.parameters(), *context.tensors()))
         hidden_BSD = model.hidden_states(x_BSD, context, around_block=around_block)
         # [mem] logits: one chunk at a time  [num] fp32 softmax, each micro-batch its exact share
         loss = loss_fn(hidden_BSD, model.output_weight, batch, num_targets)
-        loss.backward()
         mean_loss += loss.detach()
+        if cfg.optimizer_in_bwd:  # the only micro-batch: read before backward moves the weights
+            (loss_value,) = host.read(mean_loss)
+            if not (num_targets and math.isfinite(loss_value)):
+                return loss_value, None
+        loss.backward()  # [mem] gradients: with optimizer_in_bwd each ends where it is complete
         embedded.append((batch.tokens_BS, x_BSD.grad))
     model.add_embedding_gradient(embedded)  # [num] once, in micro-batch order
 
+    if cfg.optimizer_in_bwd:
+        stepper.step(model.parameters())  # the embedding, the one left
+        stepper.optimizer.zero_grad(set_to_none=True)
+        return loss_value, None
     numbers = [mean_loss]
     if cfg.clip_grad_norm is not None:
         numbers += [clip_grad_norm(model.parameters(), cfg.clip_grad_norm)]  # [num] norm in fp32
     loss, *grad_norm = host.read(*numbers)
     if num_targets and all(map(math.isfinite, (loss, *grad_norm))):
-        optimizer.step()  # [mem] optimizer state is made at the first step
-    optimizer.zero_grad(set_to_none=True)  # [mem] gradients end here
+        stepper.step(model.parameters())  # [mem] optimizer state is made at the first step
+    stepper.optimizer.zero_grad(set_to_none=True)  # [mem] gradients end here
     return loss, grad_norm[0] if grad_norm else None
 
 
@@ -246,9 +280,17 @@ def main(cfg: Config) -> None:
     loaded = checkpoint.load_weights(model, device=device, resume=resumed_from)  # [mem] weights
     optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
     host = HostMemory(device)
+    home = None
+    if cfg.optimizer_state != "device":  # [mem] optimizer state: on the device only while it steps
+        on_disk = output_dir / "optimizer_state" if cfg.optimizer_state == "disk" else None
+        home = StateHome(optimizer, host=host, folder=on_disk)
+    stepper = Stepper(optimizer, home)
+    if cfg.optimizer_in_bwd and not layer_major(cfg):
+        step_in_backward(model, stepper)  # [mem] gradients
     progress = Progress(data=loader.fingerprint())
     if resumed_from:
-        progress = Progress(**checkpoint.load_training_state(resumed_from, model, optimizer))
+        restored = checkpoint.load_training_state(resumed_from, model, optimizer, keep=stepper.keep)
+        progress = Progress(**restored)
         progress.check_data(loader.fingerprint())
     if not resume:
         remove_run(output_dir)  # not earlier: what stops a run before here costs nothing
@@ -282,6 +324,7 @@ def main(cfg: Config) -> None:
 
     def save(*, best: bool) -> None:
         with log.uncounted():
+            stepper.settle()
             folder = checkpoint.save(
                 progress.step,
                 model=model,
@@ -303,9 +346,10 @@ def main(cfg: Config) -> None:
             steps_left = steps_per_epoch - math.ceil(progress.batch / accumulation)
             for group in islice(accumulation_groups(batches, accumulation), steps_left):
                 lr = set_lr(optimizer, lr_factor(progress.step + 1))
-                loss, grad_norm = train_step(cfg, model, loss_fn, optimizer, group, host)
+                loss, grad_norm = train_step(cfg, model, loss_fn, stepper, group, host)
                 num_targets = sum(batch.num_targets for batch in group)
                 progress.advance(group)
+                log.facts(*stepper.news())
                 log.step(
                     progress.step,
                     epoch=epoch,
@@ -337,6 +381,7 @@ def main(cfg: Config) -> None:
                         f"--config {output_dir}/config.yaml resume_from_checkpoint={output_dir}"
                     )
                     return
+    stepper.close()
     print(checkpoint.finish())
 
 

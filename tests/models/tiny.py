@@ -13,7 +13,7 @@ from torch import Tensor
 
 from solotune.data.batch import Batch, collate
 from solotune.losses import LinearCrossEntropy
-from solotune.memory import HostMemory
+from solotune.memory import HostMemory, offload_activations
 from solotune.models import Decoder
 from solotune.models.llama import llama
 
@@ -104,7 +104,7 @@ def forward(
     context = model.context(batch.positions_BS, batch.segments_BM)
     around_block = nullcontext
     if host is not None:
-        around_block = host.offload_activations(keep=(*model.parameters(), *context.tensors()))
+        around_block = offload_activations(host, keep=(*model.parameters(), *context.tensors()))
     return model.hidden_states(x_BSD, context, around_block=around_block)
 
 

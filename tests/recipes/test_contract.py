@@ -40,6 +40,17 @@ SWITCHES = {
         ["enable_activation_checkpointing=True", "enable_activation_offloading=True"],
         "bit-exact",
     ),
+    "every second block": (
+        ["enable_activation_checkpointing=True", "ac_mode=selective", "ac_option=2"],
+        "bit-exact",
+    ),
+    "keep attention": (
+        ["enable_activation_checkpointing=True", "ac_mode=selective", "ac_option=op"],
+        "bit-exact",
+    ),
+    "optimizer in backward": (["optimizer_in_bwd=True"], "bit-exact"),
+    "state on host": (["optimizer_state=host"], "bit-exact"),
+    "state on disk": (["optimizer_state=disk"], "bit-exact"),
     "chunks": (["loss.chunk_tokens=7"], "reordered"),
     "compile": (["compile=True"], "reordered"),
 }
@@ -135,6 +146,56 @@ def test_a_stopped_and_resumed_run_is_bit_equal_to_the_uninterrupted(
         for folder in (whole.parent, output)
     ]
     assert lines[0] == lines[1]
+
+
+MODES = {
+    "hooks": {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None},
+    "layer-major": {"optimizer_in_bwd": True, "clip_grad_norm": None},
+    "layer-major, clipped": {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
+    "host": {"optimizer_state": "host"},
+    "disk": {"optimizer_state": "disk"},
+    "disk, layer-major": {"optimizer_state": "disk", "optimizer_in_bwd": True},
+    "offloading": {"enable_activation_offloading": True},
+}
+
+
+@each_training
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_resumes_bit_equal_inside_each_memory_mode(
+    train, models, chats, recipe, mode, tmp_path, monkeypatch
+) -> None:
+    keys = {"dtype": "bf16", "optimizer": "solotune.optim.AdamWKahan", "epochs": 2}
+    keys |= {"max_steps_per_epoch": None, "gradient_accumulation_steps": 2} | MODES[mode]
+    whole = train(recipe, "whole", model="tied", **keys)
+    output = tmp_path / "stopped"
+    words = [*basics(models["tied"], chats, **keys), f"output_dir={output}"]
+    with monkeypatch.context() as patch:
+        stop_after_step(patch, 3)
+        assert tune("run", recipe, *words) == 0
+    assert (output / "latest").read_text().strip() == "step_3"
+    assert tune("run", recipe, *words, "resume_from_checkpoint=True") == 0
+    assert differing(whole, output / "final") == []
+    assert not (output / "optimizer_state").exists()
+
+
+@each_training
+@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_layer_major_schedule_is_plain_accumulation(
+    train, models, recipe, model, accumulation, dtype
+) -> None:
+    keys = {"gradient_accumulation_steps": accumulation, "max_steps_per_epoch": 2, "epochs": 3}
+    keys |= {"dtype": dtype, "optimizer": "solotune.optim.AdamWKahan"}
+    plain = train(recipe, "plain", model=model, **keys)
+    fused = train(recipe, "fused", model=model, optimizer_in_bwd=True, **keys)
+    assert differing(plain, fused) == []
+    if dtype == "fp32":
+        plain = train(recipe, "plain2", model=model, clip_grad_norm=0.5, **keys)
+        fused = train(
+            recipe, "fused2", model=model, clip_grad_norm=0.5, optimizer_in_bwd=True, **keys
+        )
+        assert change_distance(models[model], plain, fused) <= 1e-6
 
 
 def stop_after_step(patch: pytest.MonkeyPatch, step: int) -> None:

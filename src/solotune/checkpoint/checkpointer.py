@@ -3,11 +3,12 @@
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from solotune.checkpoint import training_state
@@ -84,10 +85,20 @@ class Checkpointer:
         return folder
 
     def load_training_state(
-        self, folder: Path, model: Decoder, optimizer: Optimizer
+        self,
+        folder: Path,
+        model: Decoder,
+        optimizer: Optimizer,
+        *,
+        keep: Callable[[nn.Parameter], None] = lambda parameter: None,
     ) -> dict[str, Any]:
-        """Restore optimizer, exact weights and generators of a step folder; return its progress."""
-        return training_state.load_training_state(folder, model=model, optimizer=optimizer)
+        """Restore optimizer, exact weights and generators of a step folder; return its progress.
+
+        `keep` is called with each parameter whose state is restored: it may move the state on.
+        """
+        return training_state.load_training_state(
+            folder, model=model, optimizer=optimizer, keep=keep
+        )
 
     def save(
         self,

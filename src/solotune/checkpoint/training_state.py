@@ -15,13 +15,13 @@ import importlib
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from solotune.checkpoint.safetensors_file import (
@@ -101,7 +101,9 @@ class TrainingState:
             )
         if type(value) is Tensor:
             self.sources.append(SourceTensor(key, value.dtype, tuple(value.shape), lambda: value))
-            return {"with_parameter": value.device == parameter.device}
+            # State that lives on the host between steps belongs with its parameter all the same.
+            with_parameter = value.device == parameter.device or value.numel() == parameter.numel()
+            return {"with_parameter": with_parameter}
         names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
         return {
             "class": _class_name(value),
@@ -115,7 +117,13 @@ class TrainingState:
         }
 
 
-def load_training_state(folder: Path, *, model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
+def load_training_state(
+    folder: Path,
+    *,
+    model: Decoder,
+    optimizer: Optimizer,
+    keep: Callable[[nn.Parameter], None] = lambda parameter: None,
+) -> dict[str, Any]:
     """Restore optimizer state, exact weights and generators of a step folder; return its progress.
 
     Raises CheckpointError if the folder has none, or if it is of other parameters or another
@@ -136,6 +144,7 @@ def load_training_state(folder: Path, *, model: Decoder, optimizer: Optimizer) -
             }
             if restored:
                 optimizer.state[parameter] = restored
+                keep(parameter)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 exact = stored.get(f"{name}.{EXACT}")
@@ -226,7 +235,7 @@ def _check_fit(folder: Path, state: dict, model: Decoder, optimizer: Optimizer) 
             )
 
 
-def _optimized(model: Decoder, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _optimized(model: Decoder, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, parameter) of what the optimizer has, in the model's order."""
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return ((name, p) for name, p in model.named_parameters() if id(p) in ids)

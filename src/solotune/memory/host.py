@@ -4,14 +4,14 @@ On a card copies run on a side stream through pinned buffers that are used again
 into other storage, so that what is tested there is a real move.
 """
 
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from solotune.memory.offload import BlockInputs
+from solotune.memory.streams import COMPUTE, CpuQueues, CudaQueues, Queues
 
 
 class HostMemory:
@@ -25,61 +25,72 @@ class HostMemory:
         self.device = device
         self.poison = poison
         self.bytes_moved = 0  # to the host, over the run
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free: dict[int, list[Tensor]] = defaultdict(list)  # bytes -> pinned buffers
+        self.queues: Queues = CudaQueues(device) if device.type == "cuda" else CpuQueues()
+        self._free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(
+            list
+        )  # bytes -> buffer, event
+        self._may_pin = device.type == "cuda"
+        self._lock = threading.Lock()  # optimizer state is staged by a thread
 
     def read(self, *values: Tensor) -> list[float]:
         """Return the values of scalar tensors, in one read of the device."""
         return torch.stack([value.detach().float() for value in values]).tolist()
 
-    def offload_activations(
-        self, *, keep: Iterable[Tensor]
-    ) -> Callable[[], AbstractContextManager[None]]:
-        """Return what to enter around each block so that its input waits for backward on the host.
+    def take_buffer(self, like: Tensor) -> Tensor:
+        """Return host memory shaped like a tensor, pinned where there is a card."""
+        with self._lock:
+            waiting = self._free[like.nbytes]
+            for index, (buffer, last_use) in enumerate(waiting):
+                if last_use is None or self.queues.is_done(last_use):
+                    del waiting[index]
+                    return buffer.view(like.dtype).view(like.shape)
+        return self._new_buffer(like.nbytes).view(like.dtype).view(like.shape)
 
-        For one forward and its backward. `keep` are tensors that stay: weights, which a compiled
-        block saves too, and the context, which all blocks share.
-        """
-        return BlockInputs(self, keep=keep).around_block
+    def give_buffer(self, buffer: Tensor, last_use: Any) -> None:
+        """Take a buffer back; it is not handed out before the event `last_use`."""
+        flat = buffer.view(-1).view(torch.uint8)
+        with self._lock:
+            self._free[flat.numel()].append((flat, last_use))
 
-    def to_host(self, source: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start the copy of `source` to the host; return the copy and the event that ends it."""
-        self.bytes_moved += source.nbytes
-        if self._stream is None:
-            return source.detach().clone(memory_format=torch.contiguous_format), None
-        buffer = self._pinned(source)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            buffer.copy_(source.detach(), non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        source.record_stream(self._stream)  # not reused before the copy has read it
-        return buffer, done
+    def _new_buffer(self, num_bytes: int) -> Tensor:
+        if self._may_pin:
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._may_pin = False
+                print(
+                    f"warning: {num_bytes / 2**20:.0f} MiB of host memory cannot be pinned "
+                    f"({str(error).splitlines()[0]}): copies to and from the host now wait for "
+                    "each other"
+                )
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def to_device(
-        self, copy: Tensor, written: torch.cuda.Event | None
-    ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start the copy back; return the tensor and the event to wait for before using it."""
-        if self._stream is None:
-            return copy, None
-        target = torch.empty(copy.shape, dtype=copy.dtype, device=self.device)
-        # The allocator may hand out memory whose last user is still queued on the compute stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            if written is not None:
-                self._stream.wait_event(written)
-            target.copy_(copy, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        target.record_stream(self._stream)
-        # The side stream is in order: the next copy into this buffer runs after this one.
-        self._free[copy.untyped_storage().nbytes()].append(copy)
-        return target, done
 
-    def _pinned(self, source: Tensor) -> Tensor:
-        """Return a pinned buffer shaped like `source`, an old one where the size fits."""
-        waiting = self._free[source.nbytes]
-        storage = waiting.pop() if waiting else None
-        if storage is None:
-            return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        return storage.view(-1).view(source.dtype).view(source.shape)
+class Moved:
+    """A tensor on its way to the host, and, once asked for, on its way back."""
+
+    def __init__(self, host: HostMemory, source: Tensor) -> None:
+        self._host = host
+        source = source.detach()
+        host.bytes_moved += source.nbytes
+        self._buffer = host.take_buffer(source)
+        self._written = host.queues.copy(self._buffer, source)
+        self._returned: tuple[Tensor, Any] | None = None
+
+    def fetch(self) -> None:
+        """Start the way back, once."""
+        if self._returned is None:
+            target = torch.empty_like(self._buffer, device=self._host.device)
+            done = self._host.queues.copy(target, self._buffer, after=self._written)
+            self._host.give_buffer(self._buffer, done)
+            self._returned = target, done
+
+    def take(self) -> Tensor:
+        """Return the tensor on the device, safe to use by what is queued from now on; once."""
+        self.fetch()
+        assert self._returned is not None
+        tensor, done = self._returned
+        self._host.queues.wait(done)
+        if isinstance(self._host.queues, CpuQueues):
+            self._host.queues.access(COMPUTE, tensor, "read")
+        return tensor

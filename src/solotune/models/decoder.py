@@ -9,12 +9,13 @@ Shapes: B batch, S tokens, D width, V vocabulary, M segments a row.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from solotune.models.attention import Context, KVCache
 from solotune.models.linear import Linear
@@ -43,6 +44,7 @@ class Block(nn.Module):
     """
 
     checkpointing: bool = False
+    kept_outputs: tuple[torch._ops.OpOverload, ...] = ()  # operators not to run a second time
 
     def layer(self, x_BSD: Tensor, context: Any) -> Tensor:
         raise NotImplementedError
@@ -50,8 +52,12 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor, context: Any) -> Tensor:
         if self.checkpointing and torch.is_grad_enabled():
             # No block draws random numbers, so there is no generator state to keep.
+            keep = {}
+            if self.kept_outputs:
+                make = create_selective_checkpoint_contexts
+                keep["context_fn"] = partial(make, list(self.kept_outputs))
             return checkpoint(
-                self.layer, x_BSD, context, use_reentrant=False, preserve_rng_state=False
+                self.layer, x_BSD, context, use_reentrant=False, preserve_rng_state=False, **keep
             )
         return self.layer(x_BSD, context)
 

@@ -1,0 +1,142 @@
+"""Layer-major schedule: all micro-batches through one block before the next.
+
+Accumulation and clipping with the optimizer in backward, exactly: when a block has seen all
+micro-batches its gradient is complete, and it alone is alive.
+
+Saves:    all gradients but one block's (and the head's and the embedding's).
+Costs:    every block's inputs of all micro-batches wait on the host; it implies full activation
+          checkpointing. Clipping parks the gradients on the host, 2 bytes a parameter.
+Excludes: nothing.
+Label:    bit-exact; with clipping reordered. Figures: docs/layer_major.md
+
+Shapes: B batch, S tokens, D width.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from solotune.data import Batch
+from solotune.memory.host import HostMemory, Moved
+from solotune.memory.stepping import Stepper
+from solotune.models import Decoder
+
+
+def layer_major_step(
+    model: Decoder,
+    loss_fn: Callable[..., Tensor],
+    stepper: Stepper,
+    group: Sequence[Batch],
+    num_targets: int,
+    *,
+    clip: float | None,
+    host: HostMemory,
+) -> tuple[float, float | None]:
+    """One optimizer step over the micro-batches of `group`; returns mean loss and gradient norm.
+
+    The same sums in the same order as plain accumulation. The device is read once: the loss before
+    the first parameter steps, or loss and norm together where clipping holds the steps back.
+    Weights stay where a number read is not finite, or `num_targets` is 0.
+    """
+    batches = [batch.to(model.device) for batch in group]
+    contexts = [model.context(batch.positions_BS, batch.segments_BM) for batch in batches]
+    gradients = None if clip is None else _Parked(host)
+
+    def complete(parameters: Sequence[nn.Parameter]) -> None:
+        if gradients is not None:
+            gradients.take(parameters)
+            return
+        stepper.step(parameters)
+        for parameter in parameters:
+            parameter.grad = None
+
+    # Forward: of each block only its inputs are kept.
+    hidden = [model.embed(batch.tokens_BS) for batch in batches]
+    inputs: list[list[Moved]] = []
+    with torch.no_grad():
+        for block in model.blocks:
+            inputs.append([Moved(host, x_BSD) for x_BSD in hidden])
+            hidden = [block(x_BSD, c) for x_BSD, c in zip(hidden, contexts, strict=True)]
+
+    # The head: final norm, projection, loss.
+    mean_loss = torch.zeros((), device=model.device)
+    for index, batch in enumerate(batches):
+        x_BSD = hidden[index].requires_grad_()
+        loss = loss_fn(model.norm(x_BSD), model.output_weight, batch, num_targets)
+        loss.backward()
+        mean_loss += loss.detach()
+        hidden[index] = x_BSD.grad if x_BSD.grad is not None else torch.zeros_like(x_BSD)
+    loss_value = math.nan
+    if gradients is None:
+        (loss_value,) = host.read(mean_loss)
+        if not (num_targets and math.isfinite(loss_value)):
+            _drop_gradients(model)
+            return loss_value, None
+    complete([p for p in _outside_blocks(model) if p is not model.embed_tokens.weight])
+
+    # Backward, from the top: recompute a block for each micro-batch, then let it step.
+    for block, block_inputs in zip(reversed(model.blocks), reversed(inputs), strict=True):
+        for index, moved in enumerate(block_inputs):
+            if index + 1 < len(block_inputs):
+                block_inputs[index + 1].fetch()
+            x_BSD = moved.take().requires_grad_()
+            block(x_BSD, contexts[index]).backward(hidden[index])
+            assert x_BSD.grad is not None
+            hidden[index] = x_BSD.grad
+        block_inputs.clear()
+        complete(list(block.parameters()))
+
+    tokens = [batch.tokens_BS for batch in batches]
+    model.add_embedding_gradient(list(zip(tokens, hidden, strict=True)))
+    complete(list(model.embed_tokens.parameters()))
+    if gradients is None or clip is None:
+        return loss_value, None
+
+    norm = gradients.norm()
+    loss_value, norm_value = host.read(mean_loss, norm)
+    if num_targets and math.isfinite(loss_value) and math.isfinite(norm_value):
+        factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+        for parameter, gradient in gradients.give_back():
+            parameter.grad = gradient.mul_(factor)
+            stepper.step([parameter])
+            parameter.grad = None
+    return loss_value, norm_value
+
+
+class _Parked:
+    """Complete gradients on the host, with their norms."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+        self._moved: list[tuple[nn.Parameter, Moved]] = []
+        self._norms: list[Tensor] = []
+
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+                self._moved.append((parameter, Moved(self._host, parameter.grad)))
+                parameter.grad = None
+
+    def norm(self) -> Tensor:
+        """Return the global L2 norm, in fp32, on the device."""
+        return torch.linalg.vector_norm(torch.stack(self._norms))
+
+    def give_back(self):
+        """Yield each parameter with its gradient on the device, fetching one ahead."""
+        for index, (parameter, moved) in enumerate(self._moved):
+            if index + 1 < len(self._moved):
+                self._moved[index + 1][1].fetch()
+            yield parameter, moved.take()
+
+
+def _outside_blocks(model: Decoder) -> list[nn.Parameter]:
+    inside = {id(p) for p in model.blocks.parameters()}
+    return [p for p in model.parameters() if id(p) not in inside]
+
+
+def _drop_gradients(model: Decoder) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None

@@ -1,0 +1,103 @@
+"""Step some parameters of the one optimizer, and leave the others alone."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from solotune.memory.optimizer_state import StateHome
+
+
+class Stepper:
+    """Steps parameters by whatever optimizer class, wherever its state lives."""
+
+    def __init__(self, optimizer: Optimizer, home: StateHome | None = None) -> None:
+        self.optimizer = optimizer
+        self.home = home
+        self._after: dict[nn.Parameter, nn.Parameter] = {}  # who stepped next, last time
+        self._last: nn.Parameter | None = None
+        self._told = False
+
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Step those of `parameters` that have a gradient; gradients stay."""
+        ready = [p for p in parameters if p.grad is not None]
+        if self.home is None:
+            _step_only(self.optimizer, ready)
+            return
+        for parameter in ready:
+            self._remember(parameter)
+            with self.home.on_device(parameter, then=self._after.get(parameter)):
+                _step_only(self.optimizer, [parameter])
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """Move state that was just restored to where it lives."""
+        if self.home is not None:
+            self.home.keep(parameter)
+
+    def news(self) -> list[str]:
+        """Return, once after the first step, the facts to print about where the state lives."""
+        if self.home is None or self._told:
+            return []
+        self._told = True
+        return self.home.lines()
+
+    def settle(self) -> None:
+        """Wait until all state is where a save can read it."""
+        if self.home is not None:
+            self.home.flush()
+
+    def close(self) -> None:
+        """Remove what the state left on disk."""
+        if self.home is not None:
+            self.home.close()
+
+    def _remember(self, parameter: nn.Parameter) -> None:
+        """Learn the order of steps: it is the same each time, and tells what to fetch next."""
+        if self._last is not None:
+            self._after[self._last] = parameter
+        self._last = parameter
+
+
+def _step_only(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    if hasattr(optimizer, "update_step") and hasattr(optimizer, "prefetch_state"):
+        _step_bitsandbytes(optimizer, parameters)
+        return
+    with _groups_of(optimizer, parameters):
+        optimizer.step()
+
+
+@contextmanager
+def _groups_of(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Narrow the groups to `parameters`, so that a step does not walk past all the others."""
+    wanted = set(parameters)
+    whole = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, members in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = [p for p in members if p in wanted]
+        yield
+    finally:
+        for group, members in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = members
+
+
+def _step_bitsandbytes(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    """Do what `step()` of bitsandbytes does, without its synchronisation after every parameter."""
+    if not optimizer.initialized:
+        optimizer.check_overrides()
+        optimizer.to_gpu()
+        optimizer.initialized = True
+    wanted = set(parameters)
+    with torch.no_grad():
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter not in wanted:
+                    continue
+                if not optimizer.state[parameter]:
+                    optimizer.init_state(group, parameter, group_index, index)
+                optimizer.prefetch_state(parameter)
+                optimizer.update_step(group, parameter, group_index, index)
+    if optimizer.is_paged and parameters and parameters[0].is_cuda:
+        torch.cuda.synchronize()  # paged state is host memory that kernels write
