@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from solotune.checkpoint import Checkpointer, resume_lines
 from solotune.config import Component, ConfigError, origin, parse_cli, resolved_yaml
 from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
 from solotune.memory import (
+    LAYER_MAJOR_FACT,
     HostMemory,
     StateHome,
     Stepper,
@@ -38,6 +39,7 @@ from solotune.memory import (
     compile_blocks,
     layer_major_step,
     offload_activations,
+    register_steps,
     step_in_backward,
 )
 from solotune.models import Decoder
@@ -46,6 +48,7 @@ from solotune.training import (
     Progress,
     RunLog,
     check_finite,
+    check_weights,
     clip_grad_norm,
     constant,
     describe_device,
@@ -141,6 +144,11 @@ def validate(cfg: Config) -> None:
             "ac_mode=selective needs enable_activation_checkpointing=True, and has no effect where "
             "optimizer_in_bwd meets accumulation or clipping (full checkpointing): use ac_mode=full"
         )
+    if cfg.on_nonfinite == "skip" and cfg.optimizer_in_bwd and cfg.clip_grad_norm is None:
+        raise ConfigError(
+            "on_nonfinite=skip cannot hold steps back that happen inside backward: set "
+            "clip_grad_norm, or on_nonfinite=stop"
+        )
     for key in ("resident_layers", "plan"):
         if getattr(cfg, key):
             raise ConfigError(f"{key}={getattr(cfg, key)} is not in this version: remove the key")
@@ -175,18 +183,30 @@ def setup_data(cfg: Config, tokenizer, model: Decoder) -> tuple[Loader, Loader |
     elif cfg.val_fraction > 0:
         samples, samples_val = split_validation(samples, fraction=cfg.val_fraction)
         facts.append(f"validation: {len(samples_val)} samples held out (val_fraction)")
-    sizes = {
-        "batch_size": cfg.batch_size,
-        "max_seq_len": tokenizer.max_seq_len,
-        "seed": cfg.seed,
-        "vocab_size": len(model.output_weight),
-    }
+    sizes = {"batch_size": cfg.batch_size, "max_seq_len": tokenizer.max_seq_len, "seed": cfg.seed}
+    sizes["vocab_size"] = len(model.output_weight)
     loader = make_loader(samples, shuffle=cfg.shuffle, **sizes)
     loader_val = make_loader(samples_val, shuffle=False, **sizes) if samples_val else None
-    longest, known = int(samples.lengths_N.max()), model.config.get("max_position_embeddings")
-    if known is not None and longest > known:
-        facts.append(f"warning: {longest} tokens in a row, {known} positions known to the model")
-    return loader, loader_val, facts
+    return loader, loader_val, facts + loader.warnings(model.config)
+
+
+def forward(
+    cfg: Config,
+    model: Decoder,
+    loss_fn: nn.Module,
+    batch: Batch,
+    num_targets: int,
+    host: HostMemory,
+) -> tuple[Tensor, Tensor]:
+    """Return the embedded tokens, whose gradient is wanted, and the micro-batch's share of loss."""
+    x_BSD = model.embed(batch.tokens_BS).requires_grad_()  # [num] outside autograd, added last
+    context = model.context(batch.positions_BS, batch.segments_BM)
+    around_block = nullcontext
+    if cfg.enable_activation_offloading:  # [mem] activations: block inputs leave the device
+        around_block = offload_activations(host, keep=(*model.parameters(), *context.tensors()))
+    hidden_BSD = model.hidden_states(x_BSD, context, around_block=around_block)
+    # [mem] logits: one chunk at a time  [num] fp32 softmax
+    return x_BSD, loss_fn(hidden_BSD, model.output_weight, batch, num_targets)
 
 
 def train_step(
@@ -197,49 +217,34 @@ def train_step(
     group: list[Batch],
     host: HostMemory,
 ) -> tuple[float, float | None]:
-    """One optimizer step over a group of micro-batches; weights stay if loss or norm is not finite.
+    """One optimizer step over a group of micro-batches; weights stay if a number is not finite.
 
-    Returns the mean loss over the targets and the gradient norm before clipping (None without
-    clipping). The device is read once, before the step.
+    Returns the mean loss over the targets and the gradient norm before clipping (None where
+    gradients never exist together). The device is read once, before the step.
     """
+    group = [batch.to(model.device) for batch in group]
     num_targets = sum(batch.num_targets for batch in group)  # [num] exact shares, known beforehand
     if layer_major(cfg):  # [mem] gradients: one block's; block inputs wait on the host
         clip = cfg.clip_grad_norm  # [num] exact: gradients are parked on the host for the norm
         return layer_major_step(model, loss_fn, stepper, group, num_targets, clip=clip, host=host)
+    if cfg.optimizer_in_bwd:  # [mem] gradients: one parameter's, and the embedding's
+        x_BSD, loss = forward(cfg, model, loss_fn, group[0], num_targets, host)
+        return step_in_backward(model, stepper, group[0], x_BSD, loss, host=host), None
 
     mean_loss = torch.zeros((), device=model.device)
     embedded = []
     for batch in group:
-        batch = batch.to(model.device)
-        x_BSD = model.embed(batch.tokens_BS).requires_grad_()  # [num] outside autograd, added last
-        context = model.context(batch.positions_BS, batch.segments_BM)
-        around_block = nullcontext
-        if cfg.enable_activation_offloading:  # [mem] activations: block inputs leave the device
-            around_block = offload_activations(host, keep=(*model.parameters(), *context.tensors()))
-        hidden_BSD = model.hidden_states(x_BSD, context, around_block=around_block)
-        # [mem] logits: one chunk at a time  [num] fp32 softmax, each micro-batch its exact share
-        loss = loss_fn(hidden_BSD, model.output_weight, batch, num_targets)
+        x_BSD, loss = forward(cfg, model, loss_fn, batch, num_targets, host)
+        loss.backward()  # [mem] gradients
         mean_loss += loss.detach()
-        if cfg.optimizer_in_bwd:  # the only micro-batch: read before backward moves the weights
-            (loss_value,) = host.read(mean_loss)
-            if not (num_targets and math.isfinite(loss_value)):
-                return loss_value, None
-        loss.backward()  # [mem] gradients: with optimizer_in_bwd each ends where it is complete
         embedded.append((batch.tokens_BS, x_BSD.grad))
     model.add_embedding_gradient(embedded)  # [num] once, in micro-batch order
-
-    if cfg.optimizer_in_bwd:
-        stepper.step(model.parameters())  # the embedding, the one left
-        stepper.optimizer.zero_grad(set_to_none=True)
-        return loss_value, None
-    numbers = [mean_loss]
-    if cfg.clip_grad_norm is not None:
-        numbers += [clip_grad_norm(model.parameters(), cfg.clip_grad_norm)]  # [num] norm in fp32
-    loss, *grad_norm = host.read(*numbers)
-    if num_targets and all(map(math.isfinite, (loss, *grad_norm))):
+    norm = clip_grad_norm(model.parameters(), cfg.clip_grad_norm)  # [num] in fp32
+    loss, grad_norm = host.read(mean_loss, norm)
+    if num_targets and math.isfinite(loss) and math.isfinite(grad_norm):
         stepper.step(model.parameters())  # [mem] optimizer state is made at the first step
     stepper.optimizer.zero_grad(set_to_none=True)  # [mem] gradients end here
-    return loss, grad_norm[0] if grad_norm else None
+    return loss, grad_norm
 
 
 @torch.no_grad()
@@ -286,25 +291,23 @@ def main(cfg: Config) -> None:
         home = StateHome(optimizer, host=host, folder=on_disk)
     stepper = Stepper(optimizer, home)
     if cfg.optimizer_in_bwd and not layer_major(cfg):
-        step_in_backward(model, stepper)  # [mem] gradients
-    progress = Progress(data=loader.fingerprint())
+        register_steps(model, stepper)  # [mem] gradients
+    data = f"{loader.fingerprint()} x{accumulation}"
+    progress = Progress(data=data)
     if resumed_from:
         restored = checkpoint.load_training_state(resumed_from, model, optimizer, keep=stepper.keep)
         progress = Progress(**restored)
-        progress.check_data(loader.fingerprint())
+        progress.check_data(data)
     if not resume:
         remove_run(output_dir)  # not earlier: what stops a run before here costs nothing
 
-    log = RunLog(
-        output_dir,
-        config_yaml=resolved_yaml(cfg),
-        first_step=progress.step,
-        every=cfg.log_every_n_steps,
-    )
+    yaml, every = resolved_yaml(cfg), cfg.log_every_n_steps
+    log = RunLog(output_dir, config_yaml=yaml, first_step=progress.step, every=every)
     log.write_run(device, data=progress.data)
     log.facts(
         f"output: {output_dir}",
         f"device: {describe_device(device)}",
+        *([LAYER_MAJOR_FACT] if layer_major(cfg) else []),
         *resume_lines(resume, resumed_from, device),
         *loaded.lines(),
         *parameter_lines(model),
@@ -325,6 +328,7 @@ def main(cfg: Config) -> None:
     def save(*, best: bool) -> None:
         with log.uncounted():
             stepper.settle()
+            check_weights(progress.step, model)
             folder = checkpoint.save(
                 progress.step,
                 model=model,
@@ -343,7 +347,7 @@ def main(cfg: Config) -> None:
         for epoch in range(progress.epoch, cfg.epochs):
             progress.start_epoch(epoch)
             batches = loader.epoch(epoch, start=progress.batch)
-            steps_left = steps_per_epoch - math.ceil(progress.batch / accumulation)
+            steps_left = max(0, steps_per_epoch - math.ceil(progress.batch / accumulation))
             for group in islice(accumulation_groups(batches, accumulation), steps_left):
                 lr = set_lr(optimizer, lr_factor(progress.step + 1))
                 loss, grad_norm = train_step(cfg, model, loss_fn, stepper, group, host)
@@ -364,12 +368,10 @@ def main(cfg: Config) -> None:
                 check_finite(progress.step, loss, grad_norm, on_nonfinite=cfg.on_nonfinite)
                 if not num_targets:
                     log.facts(f"warning: step {progress.step} has no target and changed nothing")
-                save_due = is_due(progress.step, cfg.save_every_n_steps, epoch_ends=not steps_left)
-                save_due |= progress.step == total_steps
-                val_due = is_due(
-                    progress.step, cfg.run_val_every_n_steps, epoch_ends=not steps_left
-                )
-                best = False
+                step, epoch_ends, best = progress.step, not steps_left, False
+                save_due = is_due(step, cfg.save_every_n_steps, epoch_ends=epoch_ends)
+                save_due |= step == total_steps
+                val_due = is_due(step, cfg.run_val_every_n_steps, epoch_ends=epoch_ends)
                 if loader_val and (val_due or save_due):
                     val_loss = validate_on(loader_val)
                     best = save_due and progress.improves(val_loss)

@@ -134,13 +134,14 @@ def answer(
         for row in range(len(prompts))
     ]
 
-    def hidden(tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        context = model.context(positions_BS, None, cache)
+    def hidden(tokens_BS: Tensor, positions_BS: Tensor, segments_BM: Tensor | None) -> Tensor:
+        context = model.context(positions_BS, segments_BM, cache)
         return model.hidden_states(model.embed(tokens_BS), context)
 
     positions_BS = torch.arange(longest, device=device).expand(len(prompts), -1)
     rows_B = torch.arange(len(prompts), device=device)
-    last_BD = hidden(tokens_BS, positions_BS)[rows_B, lengths_B - 1]
+    segments_B1 = lengths_B.to(torch.int32).unsqueeze(1)  # [mem] no scores of a whole prompt
+    last_BD = hidden(tokens_BS, positions_BS, segments_B1)[rows_B, lengths_B - 1]
     stops = torch.tensor(stop_ids, device=device)
     done_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     picked: list[Tensor] = []
@@ -150,7 +151,7 @@ def answer(
         done_B |= torch.isin(token_B, stops)
         if number % 8 == 7 and done_B.all():  # a host read, so not at each token
             break
-        last_BD = hidden(token_B.unsqueeze(1), (lengths_B + number).unsqueeze(1))[:, 0]
+        last_BD = hidden(token_B.unsqueeze(1), (lengths_B + number).unsqueeze(1), None)[:, 0]
     answers = torch.stack(picked, 1).tolist()
     return [_until_stop(tokens, set(stop_ids)) for tokens in answers]
 

@@ -63,6 +63,17 @@ def test_the_bytes_moved_are_those_of_the_block_inputs(dtype: torch.dtype) -> No
         assert host.bytes_moved - before == LAYERS * block_input
 
 
+def test_weights_and_context_stay_where_autograd_saves_them() -> None:
+    # As a compiled block does, and a block without checkpointing.
+    model, batch = tiny(num_hidden_layers=LAYERS), make_batch((20, 9), (33,))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    accumulate_gradients(model, [batch])
+    wanted = take_gradients(model)
+    accumulate_gradients(model, [batch], host=HostMemory(CPU, poison=True))
+    torch.testing.assert_close(dict(model.named_parameters()), before, atol=0, rtol=0)
+    torch.testing.assert_close(take_gradients(model), wanted, atol=0, rtol=0)
+
+
 def test_block_inputs_die_during_the_forward_pass() -> None:
     model = model_of()
     inputs = []

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from solotune.cli.run import import_recipe  # pyright: ignore[reportMissingImports]
 from solotune.config import configs, load, read_schema, recipe_of
+from solotune.memory import HostMemory
 from solotune.models import llama, read_config
 
 from .conftest import (
@@ -308,36 +309,50 @@ def test_a_config_fits_its_recipe_and_its_model_builds_on_meta(config, tmp_path)
 @each_training
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_step_reads_the_device_at_most_once(
-    recipe, accumulation, clip, train, monkeypatch
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_reads_the_device_once(
+    recipe, accumulation, clip, in_backward, train, monkeypatch
 ) -> None:
+    """Counted by a dispatch mode: one `HostMemory.read`, and no other operator that must wait."""
     module = import_recipe(recipe)
-    reads: list[Counter] = []
+    steps: list[Counter] = []
+    inside_read = False
 
     class CountReads(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             name = func.overloadpacket.__name__
-            if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "unique"):
-                reads[-1][name] += 1
-            if name == "_to_copy" and (kwargs or {}).get("device") is not None:
-                reads[-1]["copies"] += 1
+            if not inside_read and name in WAITING:
+                steps[-1][name] += 1
             return func(*args, **(kwargs or {}))
 
-    original = module.train_step
+    original, read = module.train_step, HostMemory.read
 
-    def counted(*args, **kwargs):
-        reads.append(Counter())
+    def counted_step(*args, **kwargs):
+        steps.append(Counter())
         with CountReads():
             return original(*args, **kwargs)
 
-    monkeypatch.setattr(module, "train_step", counted)
+    def counted_read(*args):
+        nonlocal inside_read
+        steps[-1]["read"] += 1
+        inside_read = True
+        try:
+            return read(*args)
+        finally:
+            inside_read = False
+
+    monkeypatch.setattr(module, "train_step", counted_step)
     monkeypatch.setattr("solotune.cli.run.import_recipe", lambda path: module)
+    monkeypatch.setattr(HostMemory, "read", counted_read)
     keys = {"gradient_accumulation_steps": accumulation, "clip_grad_norm": clip}
-    train(recipe, optimizer="solotune.optim.AdamWKahan", **keys)
-    assert len(reads) >= 2
-    # `tolist` of the one stacked tensor reads each of its values on CPU: loss and norm.
-    for step in reads:
-        assert sum(step.values()) <= (1 if clip is None else 2), step
+    keys |= {"optimizer_in_bwd": in_backward, "optimizer": "solotune.optim.AdamWKahan"}
+    train(recipe, **keys)
+    assert len(steps) >= 2
+    for step in steps:
+        assert step == {"read": 1}
+
+
+WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "unique", "_unique2")
 
 
 @each_training

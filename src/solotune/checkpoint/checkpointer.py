@@ -127,7 +127,7 @@ class Checkpointer:
         with new_folder(target) as folder:
             write_weights(folder, weights)
             state.write(folder)
-            config = model.config or read_config(self.checkpoint_dir)
+            config = read_config(self.checkpoint_dir)
             config = saved_config(config, dtype=dtype, eos_ids=eos_ids)
             write_json(folder / "config.json", config)
             generation = self._generation_config(config)

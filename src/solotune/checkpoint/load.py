@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from solotune.checkpoint.safetensors_file import StoredTensor, read_header
 from solotune.errors import CheckpointError
+from solotune.models.auto import check_same_model
 from solotune.models.decoder import Decoder
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -53,6 +54,7 @@ def load_weights(model: Decoder, folder: Path, *, device: torch.device | str) ->
     allocated, where names or shapes on disk do not fit the model or a file is damaged.
     """
     start = time.perf_counter()
+    check_same_model(model, folder)
     stored = stored_weights(folder)
     # A tied checkpoint may hold the output weight all the same, if it is the embedding.
     extra_output = stored.pop(OUTPUT_KEY, None) if model.tied else None

@@ -7,7 +7,8 @@ tokens and targets.
 N samples, P rows (packs) of an epoch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,13 @@ class Loader:
             longest = max(sum(len(tokens) for tokens, _ in row) for row in segments)
             row_length = self.max_seq_len if self.packed else longest
             yield collate(segments, row_length=row_length, max_segments=self.max_segments)
+
+    def warnings(self, config: Mapping[str, Any]) -> list[str]:
+        """Return what to print where rows and the model of a config.json do not go together."""
+        longest, known = int(self._lengths_N.max()), config.get("max_position_embeddings")
+        if known is None or longest <= known:
+            return []
+        return [f"warning: {longest} tokens in a row, {known} positions known to the model"]
 
     def plan(self, number: int) -> list[list[np.ndarray]]:
         """The samples of each row of each batch; the batch that needs the most memory is first."""

@@ -3,8 +3,10 @@
 from solotune.memory.checkpointing import checkpoint_blocks as checkpoint_blocks
 from solotune.memory.compile import compile_blocks as compile_blocks
 from solotune.memory.host import HostMemory as HostMemory
+from solotune.memory.layer_major import LAYER_MAJOR_FACT as LAYER_MAJOR_FACT
 from solotune.memory.layer_major import layer_major_step as layer_major_step
 from solotune.memory.offload import offload_activations as offload_activations
+from solotune.memory.optimizer_in_backward import register_steps as register_steps
 from solotune.memory.optimizer_in_backward import step_in_backward as step_in_backward
 from solotune.memory.optimizer_state import StateHome as StateHome
 from solotune.memory.stepping import Stepper as Stepper

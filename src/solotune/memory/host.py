@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solotune.memory.streams import COMPUTE, CpuQueues, CudaQueues, Queues
+from solotune.memory.streams import CpuQueues, CudaQueues, Queues
 
 
 class HostMemory:
@@ -73,6 +73,7 @@ class Moved:
         self._host = host
         source = source.detach()
         host.bytes_moved += source.nbytes
+        host.queues.uses(source, "write")  # what computes it may still be queued
         self._buffer = host.take_buffer(source)
         self._written = host.queues.copy(self._buffer, source)
         self._returned: tuple[Tensor, Any] | None = None
@@ -81,6 +82,7 @@ class Moved:
         """Start the way back, once."""
         if self._returned is None:
             target = torch.empty_like(self._buffer, device=self._host.device)
+            self._host.queues.uses(target, "write")  # so may be the last user of its memory
             done = self._host.queues.copy(target, self._buffer, after=self._written)
             self._host.give_buffer(self._buffer, done)
             self._returned = target, done
@@ -91,6 +93,5 @@ class Moved:
         assert self._returned is not None
         tensor, done = self._returned
         self._host.queues.wait(done)
-        if isinstance(self._host.queues, CpuQueues):
-            self._host.queues.access(COMPUTE, tensor, "read")
+        self._host.queues.uses(tensor, "read")
         return tensor

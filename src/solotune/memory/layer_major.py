@@ -23,6 +23,11 @@ from solotune.memory.host import HostMemory, Moved
 from solotune.memory.stepping import Stepper
 from solotune.models import Decoder
 
+LAYER_MAJOR_FACT = (
+    "optimizer_in_bwd with accumulation or clipping: layer-major schedule, which implies full "
+    "activation checkpointing; block inputs, and with clipping gradients, wait on the host"
+)
+
 
 def layer_major_step(
     model: Decoder,
@@ -34,14 +39,13 @@ def layer_major_step(
     clip: float | None,
     host: HostMemory,
 ) -> tuple[float, float | None]:
-    """One optimizer step over the micro-batches of `group`; returns mean loss and gradient norm.
+    """One optimizer step over micro-batches on the device; returns mean loss and gradient norm.
 
     The same sums in the same order as plain accumulation. The device is read once: the loss before
     the first parameter steps, or loss and norm together where clipping holds the steps back.
     Weights stay where a number read is not finite, or `num_targets` is 0.
     """
-    batches = [batch.to(model.device) for batch in group]
-    contexts = [model.context(batch.positions_BS, batch.segments_BM) for batch in batches]
+    contexts = [model.context(batch.positions_BS, batch.segments_BM) for batch in group]
     gradients = None if clip is None else _Parked(host)
 
     def complete(parameters: Sequence[nn.Parameter]) -> None:
@@ -53,7 +57,7 @@ def layer_major_step(
             parameter.grad = None
 
     # Forward: of each block only its inputs are kept.
-    hidden = [model.embed(batch.tokens_BS) for batch in batches]
+    hidden = [model.embed(batch.tokens_BS) for batch in group]
     inputs: list[list[Moved]] = []
     with torch.no_grad():
         for block in model.blocks:
@@ -62,7 +66,7 @@ def layer_major_step(
 
     # The head: final norm, projection, loss.
     mean_loss = torch.zeros((), device=model.device)
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(group):
         x_BSD = hidden[index].requires_grad_()
         loss = loss_fn(model.norm(x_BSD), model.output_weight, batch, num_targets)
         loss.backward()
@@ -88,7 +92,7 @@ def layer_major_step(
         block_inputs.clear()
         complete(list(block.parameters()))
 
-    tokens = [batch.tokens_BS for batch in batches]
+    tokens = [batch.tokens_BS for batch in group]
     model.add_embedding_gradient(list(zip(tokens, hidden, strict=True)))
     complete(list(model.embed_tokens.parameters()))
     if gradients is None or clip is None:

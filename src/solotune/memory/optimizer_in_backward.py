@@ -5,15 +5,21 @@ Saves:    all gradients but one parameter's (and the embedding's: with tied weig
 Costs:    nothing but the calls.
 Excludes: more than one micro-batch, and clipping: they take the layer-major schedule.
 Label:    bit-exact. Figures: docs/optimizer_in_backward.md
+
+Shapes: B batch, S tokens, D width.
 """
 
-from torch import nn
+import math
 
+from torch import Tensor, nn
+
+from solotune.data import Batch
+from solotune.memory.host import HostMemory
 from solotune.memory.stepping import Stepper
 from solotune.models import Decoder
 
 
-def step_in_backward(model: Decoder, stepper: Stepper) -> None:
+def register_steps(model: Decoder, stepper: Stepper) -> None:
     """Let every parameter but the embedding step, and drop its gradient, inside backward."""
 
     def step(parameter: nn.Parameter) -> None:
@@ -23,3 +29,21 @@ def step_in_backward(model: Decoder, stepper: Stepper) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter is not model.embed_tokens.weight:
             parameter.register_post_accumulate_grad_hook(step)
+
+
+def step_in_backward(
+    model: Decoder, stepper: Stepper, batch: Batch, x_BSD: Tensor, loss: Tensor, *, host: HostMemory
+) -> float:
+    """Run backward, in which the registered parameters step, then step the embedding.
+
+    Returns the loss, read before backward moves the first weight: weights stay where it is not
+    finite or there is no target.
+    """
+    (value,) = host.read(loss)
+    if batch.num_targets and math.isfinite(value):
+        loss.backward()
+        model.add_embedding_gradient([(batch.tokens_BS, x_BSD.grad)])
+        embedding = model.embed_tokens.weight
+        stepper.step(model.embed_tokens.parameters())
+        embedding.grad = None
+    return value

@@ -84,7 +84,10 @@ def _groups_of(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator
 
 
 def _step_bitsandbytes(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    """Do what `step()` of bitsandbytes does, without its synchronisation after every parameter."""
+    """Do what `step()` of bitsandbytes does, without its synchronisation after every parameter.
+
+    Paged state is host memory that kernels write: a save waits for the device before it reads it.
+    """
     if not optimizer.initialized:
         optimizer.check_overrides()
         optimizer.to_gpu()
@@ -99,5 +102,3 @@ def _step_bitsandbytes(optimizer: Any, parameters: list[nn.Parameter]) -> None:
                     optimizer.init_state(group, parameter, group_index, index)
                 optimizer.prefetch_state(parameter)
                 optimizer.update_step(group, parameter, group_index, index)
-    if optimizer.is_paged and parameters and parameters[0].is_cuda:
-        torch.cuda.synchronize()  # paged state is host memory that kernels write

@@ -25,6 +25,10 @@ class Queues(Protocol):
         """Let what is computed from now on run after `event`."""
         ...
 
+    def uses(self, tensor: Tensor, kind: Literal["read", "write"]) -> None:
+        """Say that what is queued to be computed uses a tensor; only a log listens."""
+        ...
+
     def is_done(self, event: Any) -> bool: ...
 
     def synchronize(self, event: Any) -> None:
@@ -57,6 +61,9 @@ class CudaQueues:
 
     def wait(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
+
+    def uses(self, tensor: Tensor, kind: Literal["read", "write"]) -> None:
+        pass
 
     def is_done(self, event: torch.cuda.Event) -> bool:
         return event.query()
@@ -97,8 +104,8 @@ class CpuQueues:
         self._mark(COPY, behind_compute, "wait")
         if after is not None:
             self._mark(COPY, after, "wait")
-        self.access(COPY, source, "read")
-        self.access(COPY, target, "write")
+        self._access(COPY, source, "read")
+        self._access(COPY, target, "write")
         return self._record(COPY)
 
     def wait(self, event: int) -> None:
@@ -110,8 +117,10 @@ class CpuQueues:
     def synchronize(self, event: int) -> None:
         self._mark(HOST, event, "wait")
 
-    def access(self, queue: str, tensor: Tensor, kind: Literal["read", "write"]) -> None:
-        """Log a use of a tensor's memory."""
+    def uses(self, tensor: Tensor, kind: Literal["read", "write"]) -> None:
+        self._access(COMPUTE, tensor, kind)
+
+    def _access(self, queue: str, tensor: Tensor, kind: Literal["read", "write"]) -> None:
         if self.logging:
             self.log.append(Access(queue, tensor.untyped_storage().data_ptr(), kind))
 

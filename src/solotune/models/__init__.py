@@ -3,6 +3,7 @@
 from solotune.models.attention import Context as Context
 from solotune.models.attention import KVCache as KVCache
 from solotune.models.auto import auto as auto
+from solotune.models.auto import check_same_model as check_same_model
 from solotune.models.auto import read_config as read_config
 from solotune.models.decoder import Block as Block
 from solotune.models.decoder import Decoder as Decoder

@@ -44,7 +44,7 @@ class Context(NamedTuple):
     """What a block needs besides its input; made once a batch by `Decoder.context`."""
 
     positions_BS: Tensor
-    segments_BM: Tensor | None  # lengths, int32; None while decoding
+    segments_BM: Tensor | None  # lengths, int32; None: attend to the cache
     cos_BSK: Tensor
     sin_BSK: Tensor
     cache: KVCache | None = None
@@ -82,11 +82,12 @@ class Attention(nn.Module):
         q_BSHK = rotate(q_BSHK, context.cos_BSK, context.sin_BSK)
         k_BSGK = rotate(k_BSGK, context.cos_BSK, context.sin_BSK)
         scale = self.head_dim**-0.5
-        if context.cache is None:
-            assert context.segments_BM is not None  # only decoding goes without
+        k_BTGK, v_BTGK = k_BSGK, v_BSGK
+        if context.cache is not None:
+            k_BTGK, v_BTGK = context.cache.update(self.index, context.positions_BS, k_BSGK, v_BSGK)
+        if context.segments_BM is not None:  # training, and a prompt, whose keys are all new
             out_BSHK = segment_attention(q_BSHK, k_BSGK, v_BSGK, context.segments_BM, scale=scale)
         else:
-            k_BTGK, v_BTGK = context.cache.update(self.index, context.positions_BS, k_BSGK, v_BSGK)
             out_BSHK = _cached_attention(q_BSHK, k_BTGK, v_BTGK, context.positions_BS, scale)
         return self.o_proj(out_BSHK.flatten(-2))
 

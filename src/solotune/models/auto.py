@@ -36,6 +36,23 @@ def read_config(checkpoint_dir: str | Path) -> dict[str, Any]:
     return config
 
 
+def check_same_model(model: Decoder, checkpoint_dir: str | Path) -> None:
+    """Raise CheckpointError where a named builder is not the model of the folder.
+
+    Shapes alone do not tell: Llama 3 and 3.1 differ in their rotary angles only.
+    """
+    config = read_config(checkpoint_dir)
+    if config == model.config or config.get("model_type") != model.config.get("model_type"):
+        return  # another model_type: `auto` names it, and loading compares names and shapes
+    theirs, ours = llama.described(config), llama.described(model.config)
+    for field in dict.fromkeys([*ours, *theirs]):
+        if ours.get(field) != theirs.get(field):
+            raise CheckpointError(
+                f"model: {field} is {ours.get(field)!r} and in {checkpoint_dir}/config.json "
+                f"{theirs.get(field)!r}: name that model's builder, or use solotune.models.auto"
+            )
+
+
 def auto(checkpoint_dir: str | Path) -> Decoder:
     """Return the decoder for a folder's config.json, unfilled.
 

@@ -37,6 +37,17 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
+    # of derived families whose folders still say `llama`
+    "use_sliding_window": (False, None),
+    "qk_norm": (False, None),
+    "use_qk_norm": (False, None),
+    "num_experts": (0, 1, None),
+    "num_local_experts": (0, 1, None),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (1, 1.0, None),
+    "residual_multiplier": (1, 1.0, None),
+    "logits_scaling": (1, 1.0, None),
+    "logit_scale": (1, 1.0, None),
     "original_max_position_embeddings": (None,),  # belongs into the rope scaling
 }
 KNOWN_FIELDS = INERT_FIELDS | _READ_FIELDS | frozenset(_NEUTRAL_VALUES)
@@ -115,7 +126,12 @@ def llama(config: dict[str, Any]) -> Decoder:
                 f"config.json: {field}={config[field]!r} is not supported for llama models"
                 f" (supported: {', '.join(map(repr, neutral))})"
             )
-    head_dim = _head_dim(config)
+    head_dim, heads, kv_heads = _head_dim(config), config["num_attention_heads"], _kv_heads(config)
+    if head_dim % 2 or heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: a head_dim of {head_dim} and {heads} heads over {kv_heads} key/value "
+            "heads is no model: head_dim is even, and heads a multiple of key/value heads"
+        )
     return Decoder(
         [LlamaBlock(config, index) for index in range(config["num_hidden_layers"])],
         norm=RMSNorm(config["hidden_size"], config.get("rms_norm_eps", 1e-6)),
@@ -123,10 +139,22 @@ def llama(config: dict[str, Any]) -> Decoder:
         vocab_size=config["vocab_size"],
         width=config["hidden_size"],
         tied=config.get("tie_word_embeddings", False),
-        cache_heads=_kv_heads(config),
+        cache_heads=kv_heads,
         head_dim=head_dim,
         config=config,
     )
+
+
+def described(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what the forward pass takes from a config, however it is spelled."""
+    return {
+        "num_hidden_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "head_dim": _head_dim(config),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        **rope_settings(config),
+    }
 
 
 def _head_dim(config: dict[str, Any]) -> int:

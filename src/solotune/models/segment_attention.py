@@ -175,6 +175,7 @@ def _uses_flash(q_BSHK: Tensor) -> bool:
         q_BSHK.device.type == "cuda"
         and q_BSHK.dtype in (torch.float16, torch.bfloat16)
         and q_BSHK.size(-1) <= 256
+        and q_BSHK.size(-1) % 8 == 0
         and torch.backends.cuda.is_flash_attention_available()
     )
 
@@ -224,9 +225,11 @@ def _masked(q_BSHK, k_BSGK, v_BSGK, segments_BM, scale):
     segment_BS = torch.searchsorted(ends_BM, position_BS, right=True)
     same_BSS = segment_BS.unsqueeze(2) == segment_BS.unsqueeze(1)
     causal_SS = position_S.unsqueeze(1) >= position_S
-    q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BSGK, v_BSGK))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=(same_BSS & causal_SS).unsqueeze(1), scale=scale, enable_gqa=True
-    )
+    shared = q_BSHK.size(2) // k_BSGK.size(2)
+    k_BSHK, v_BSHK = (t.repeat_interleave(shared, dim=2) for t in (k_BSGK, v_BSGK))
+    q, k, v = (t.transpose(1, 2) for t in (q_BSHK, k_BSHK, v_BSHK))
+    # Equal head counts, so that a fused kernel takes it: the plain one holds all scores at once.
+    mask = (same_BSS & causal_SS).unsqueeze(1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     filler_BS = position_S >= ends_BM[:, -1:]
     return out.transpose(1, 2).masked_fill(filler_BS[..., None, None], 0).contiguous()

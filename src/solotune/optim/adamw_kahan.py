@@ -1,9 +1,12 @@
-"""AdamW for bf16 weights: what an update loses to rounding is kept and added to the next.
+"""AdamW for bf16 weights: what an update loses to rounding is kept, all of it.
 
-Bytes a parameter beside weight and gradient: 8 for the fp32 moments, 2 for the bf16 remainder.
-fp32 parameters lose nothing that matters and take plain AdamW.
+A bf16 number is the upper half of an fp32 number. The remainder is the lower half, in units of its
+last bit: weight and remainder together are an fp32 weight, in the bytes of bf16 and a Kahan buffer.
 
-Source: AdamW (1711.05101); compensated summation (Kahan, 1965), for optimizers 2010.06192.
+Bytes a parameter beside weight and gradient: 8 for the fp32 moments, 2 for the remainder. fp32
+parameters take plain AdamW.
+
+Source: AdamW (1711.05101); compensated updates in bf16 (2010.06192).
 """
 
 from collections.abc import Iterable
@@ -21,7 +24,7 @@ _PIECE_ON_CPU, _PIECE_ON_A_CARD = 2**18, 2**23
 
 
 class AdamWKahan(Optimizer):
-    """AdamW whose bf16 weights follow an fp32 path to about 16 bits.
+    """AdamW whose bf16 weights are the rounded weights of an fp32 run on the same gradients.
 
     Weight decay is part of the compensated update: multiplied straight into a bf16 weight it is
     lost whenever lr * weight_decay is under 2^-9, that is, at every usual setting.
@@ -60,7 +63,7 @@ class AdamWKahan(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
             if parameter.dtype != torch.float32:
-                state["remainder"] = torch.zeros_like(parameter)
+                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         state["step"] += 1
         tensors = [parameter, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]]
         if "remainder" in state:
@@ -87,10 +90,22 @@ def _update_(
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     update = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
     torch.div(exp_avg, update, out=update)
-    update.div_(1 - beta1**step).add_(weight, alpha=group["weight_decay"]).mul_(-group["lr"])
-    if remainder is None:
-        weight.add_(update)
-        return
-    exact = update.add_(remainder).add_(weight)  # in fp32
-    weight.copy_(exact)
-    remainder.copy_(exact.sub_(weight))
+    master = weight if remainder is None else _join(weight, remainder)
+    update.div_(1 - beta1**step).add_(master, alpha=group["weight_decay"]).mul_(-group["lr"])
+    master.add_(update)
+    if remainder is not None:
+        _split_(master, weight, remainder)
+
+
+def _join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Return the fp32 weights whose upper halves, rounded, are `weight`."""
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(remainder).view(torch.float32)
+
+
+def _split_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write fp32 weights as bf16 ones, rounded to nearest, and what these miss of their bits."""
+    bits = master.view(torch.int32)
+    upper = bits.add(2**15).bitwise_right_shift_(16)
+    weight.view(torch.int16).copy_(upper)
+    remainder.copy_(bits.sub_(upper.bitwise_left_shift_(16)))

@@ -9,6 +9,7 @@ from solotune.training.precision import pick_dtype as pick_dtype
 from solotune.training.precision import set_dtype as set_dtype
 from solotune.training.progress import Progress as Progress
 from solotune.training.progress import check_finite as check_finite
+from solotune.training.progress import check_weights as check_weights
 from solotune.training.progress import is_due as is_due
 from solotune.training.progress import stop_on_signals as stop_on_signals
 from solotune.training.run_log import RunLog as RunLog

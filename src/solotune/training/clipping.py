@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm.
+
+    None only measures: a norm that is not finite is how a broken gradient shows.
 
     The norm is summed in fp32 (torch's own is rounded to the gradients' bf16) and stays on the
     device: nothing is read.
@@ -15,10 +17,24 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
-    # In pieces: on CPU a norm in fp32 copies a bf16 input, and an embedding's would be a peak.
-    pieces = [piece for grad in grads for piece in grad.flatten().split(2**20)]
-    norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    norms = [norm for alike in _batches(grads) for norm in _norms(alike)]
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm is None:
+        return norm
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def _batches(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Return what one call takes: a card's fast kernel wants one dtype.
+
+    On CPU pieces: its norm in fp32 copies a bf16 input, and an embedding's copy would be a peak.
+    """
+    if grads[0].device.type == "cpu":
+        return [[piece for grad in grads for piece in grad.flatten().split(2**20)]]
+    return [[g for g in grads if g.dtype == dtype] for dtype in {g.dtype: None for g in grads}]
+
+
+def _norms(grads: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(grads, 2, dtype=torch.float32))  # pyright: ignore[reportPrivateImportUsage]

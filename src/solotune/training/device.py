@@ -1,6 +1,8 @@
 """Choice of the device, and the seeds of a run."""
 
+import os
 import random
+import sys
 
 import torch
 
@@ -24,8 +26,13 @@ def pick_device(name: str) -> torch.device:
     if not available.get(kind):
         there = ", ".join(kind for kind, there in available.items() if there)
         raise ConfigError(f"device={name} is not available here: use device=auto (has: {there})")
+    if kind == "cuda" and sys.platform != "win32":
+        # Without it freed blocks of other sizes cannot be joined; read at the first allocation.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         device = torch.device(name)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # pinned memory and kernels would open card 0 too
         torch.empty(0, device=device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
@@ -48,4 +55,5 @@ def set_seed(seed: int, *, deterministic: bool = False) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch < 2.13 refuses
         torch.use_deterministic_algorithms(True)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from torch import nn
 from tqdm import tqdm
 
 from solotune.errors import ConfigError, TrainingError
@@ -81,6 +83,20 @@ def check_finite(step: int, loss: float, grad_norm: float | None, *, on_nonfinit
         f"step {step}: {' and '.join(wrong)}; no weight was changed by it, and saved steps are "
         "intact: lower optimizer.lr, look at the data, or set on_nonfinite=skip"
     )
+
+
+def check_weights(step: int, model: nn.Module) -> None:
+    """Raise TrainingError where a weight is not finite: what was saved before stays the newest.
+
+    A gradient that was not finite shows in the weights where they step inside backward.
+    """
+    finite = [p.detach().isfinite().all() for p in model.parameters()]
+    if not bool(torch.stack(finite).all()):
+        names = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+        raise TrainingError(
+            f"step {step}: {names[0]} holds numbers that are not finite, so nothing was saved: "
+            "go on from an earlier step folder with a lower optimizer.lr, or look at the data"
+        )
 
 
 class StopFlag:
