@@ -28,6 +28,15 @@ KEYS = {
     "val_fraction": 0.2,
     "clip_grad_norm": 1.0,
 }
+MODES = {
+    "plain": {},
+    "state on disk": {
+        "optimizer_state": "disk",
+        "optimizer_in_bwd": True,
+        "clip_grad_norm": None,
+        "save_every_n_steps": 3,
+    },
+}
 # Kills inside the optimizer phase, before it, and at every kind of step of a save.
 PLANNED = [
     ("optimizer", 5),
@@ -80,12 +89,13 @@ def launcher() -> Iterator[Launcher]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", TRAINING, ids=names(TRAINING))
 def test_killed_at_planned_and_random_moments_and_resumed_is_bit_equal(
-    launcher: Launcher, models, chats, recipe, tmp_path
+    launcher: Launcher, models, chats, recipe, mode, tmp_path
 ) -> None:
     whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
-    words = ["run", str(recipe), *basics(models["tied"], chats, **KEYS)]
+    words = ["run", str(recipe), *basics(models["tied"], chats, **KEYS | MODES[mode])]
     started = time.monotonic()
     launcher.start([*words, f"output_dir={whole}"], log)
     assert launcher.wait() == 0, log.read_text()
