@@ -13,8 +13,14 @@ from .tiny import logits, make_batch, tiny
 
 
 @torch.no_grad()
-def decode(model: Decoder, cache: KVCache, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-    context = model.context(positions_BS, None, cache)
+def decode(
+    model: Decoder,
+    cache: KVCache,
+    tokens_BS: Tensor,
+    positions_BS: Tensor,
+    segments_BM: Tensor | None = None,
+) -> Tensor:
+    context = model.context(positions_BS, segments_BM, cache)
     return model.hidden_states(model.embed(tokens_BS), context) @ model.output_weight.T
 
 
@@ -31,7 +37,8 @@ def test_any_way_to_cut_a_sequence_gives_the_logits_of_the_whole(pieces: tuple[i
     torch.testing.assert_close(torch.cat(found, 1), logits(model, batch), atol=1e-5, rtol=0)
 
 
-def test_rows_of_different_length_decode_as_if_alone() -> None:
+@pytest.mark.parametrize("prompt_by_segments", [True, False])
+def test_rows_of_different_length_decode_as_if_alone(prompt_by_segments: bool) -> None:
     # As `generate` does: short prompts have filler behind, and go on at their own next position.
     model = tiny()
     lengths, new = (3, 9, 6), 5
@@ -43,7 +50,14 @@ def test_rows_of_different_length_decode_as_if_alone() -> None:
         prompts_BS[row, :length] = tokens[row][:length]
 
     cache = model.new_cache(3, 9 + new)
-    first_BSV = decode(model, cache, prompts_BS, torch.arange(9).expand(3, -1))
+    segments_BM = torch.tensor(lengths, dtype=torch.int32).unsqueeze(1)
+    first_BSV = decode(
+        model,
+        cache,
+        prompts_BS,
+        torch.arange(9).expand(3, -1),
+        segments_BM if prompt_by_segments else None,
+    )
     for row, length in enumerate(lengths):
         torch.testing.assert_close(first_BSV[row, :length], whole[row][:length], atol=1e-5, rtol=0)
     for step in range(new):
