@@ -53,6 +53,13 @@ def test_gradients_below_the_limit_keep_their_bits() -> None:
     assert all(map(torch.equal, gradients(made), before))
 
 
+def test_without_a_limit_the_norm_is_measured_and_gradients_keep_their_bits() -> None:
+    made, clipped = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    before = [g.clone() for g in gradients(made)]
+    assert torch.equal(clip_grad_norm(made, None), clip_grad_norm(clipped, 1.0))
+    assert all(map(torch.equal, gradients(made), before))
+
+
 def test_no_gradient_is_a_norm_of_zero() -> None:
     assert clip_grad_norm([nn.Parameter(torch.zeros(2))], 1.0) == 0
 
