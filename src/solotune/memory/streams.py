@@ -97,6 +97,7 @@ class CpuQueues:
     log: list[Access | Mark] = field(default_factory=list)
     logging: bool = False
     _events: int = 0
+    _kept: list[Tensor] = field(default_factory=list)
 
     def copy(self, target: Tensor, source: Tensor, *, after: int | None = None) -> int:
         target.copy_(source)
@@ -122,6 +123,7 @@ class CpuQueues:
 
     def _access(self, queue: str, tensor: Tensor, kind: Literal["read", "write"]) -> None:
         if self.logging:
+            self._kept.append(tensor)  # so that no address stands for two pieces of memory
             self.log.append(Access(queue, tensor.untyped_storage().data_ptr(), kind))
 
     def _record(self, queue: str) -> int:
