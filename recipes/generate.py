@@ -5,7 +5,7 @@ Run:     tune run generate checkpoint_dir=runs/mine/final prompt="What is a deco
 
 Memory is decided by lines marked [mem]; lines marked [num] decide the arithmetic.
 
-Shapes: B prompts of a batch, S tokens of the longest prompt, D width, V vocabulary.
+Shapes: B prompts of a batch, S tokens of the longest prompt, D width, V vocabulary, K candidates.
 """
 
 import json
@@ -102,18 +102,16 @@ def pick(cfg: Config, logits_BV: Tensor, generators: list[torch.Generator]) -> T
     """Return the next token of each row, (B,)."""
     if cfg.temperature == 0:
         return logits_BV.argmax(-1)
-    logits_BV = logits_BV.float() / cfg.temperature  # [num] probabilities in fp32
-    if cfg.top_k is not None:
-        least_B1 = logits_BV.topk(min(cfg.top_k, logits_BV.size(-1))).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+    logits_BK = logits_BV.float() / cfg.temperature  # [num] probabilities in fp32
+    vocab_size = logits_BK.size(-1)
+    # The K likeliest in order, which a cut needs; exactly K, also where some are as likely.
+    logits_BK, tokens_BK = logits_BK.topk(min(cfg.top_k or vocab_size, vocab_size))
     if cfg.top_p is not None:
-        sorted_BV, order_BV = logits_BV.sort(descending=True)
-        before_BV = sorted_BV.softmax(-1).cumsum(-1) - sorted_BV.softmax(-1)
-        sorted_BV = sorted_BV.masked_fill(before_BV >= cfg.top_p, -torch.inf)
-        logits_BV = torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)
-    p_BV = logits_BV.softmax(-1)
-    rows = [torch.multinomial(p, 1, generator=g) for p, g in zip(p_BV, generators, strict=True)]
-    return torch.cat(rows)
+        p_BK = logits_BK.softmax(-1)
+        logits_BK = logits_BK.masked_fill(p_BK.cumsum(-1) - p_BK >= cfg.top_p, -torch.inf)
+    p_BK = logits_BK.softmax(-1)
+    drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(p_BK, generators, strict=True)]
+    return tokens_BK.gather(1, torch.stack(drawn)).squeeze(1)
 
 
 @torch.inference_mode()

