@@ -68,7 +68,7 @@ def load_weights(model: Decoder, folder: Path, *, device: torch.device | str) ->
         for key, parameter in wanted.items()
         if not _is_direct(stored[key], parameter.dtype, device)
     ]
-    buffer = torch.empty(max(indirect, default=0), dtype=torch.uint8)
+    staging = _Staging(max(indirect, default=0), torch.device(device))
     on_disk, loaded = Counter(), Counter()
     for key, parameter in wanted.items():
         assert parameter.is_meta, f"{key} has weights already"
@@ -76,14 +76,14 @@ def load_weights(model: Decoder, folder: Path, *, device: torch.device | str) ->
         if _is_direct(stored[key], parameter.dtype, device):
             stored[key].read_into(tensor)
         else:
-            tensor.copy_(stored[key].read(buffer))
+            staging.copy(stored[key], tensor)
         replacement = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         # Keeps the parameter's identity for whoever holds it already.
         torch.utils.swap_tensors(parameter, replacement)
         on_disk[_name(stored[key].dtype)] += parameter.numel()
         loaded[_name(parameter.dtype)] += parameter.numel()
 
-    del buffer
+    staging.close()
 
     if extra_output is not None:
         _check_equal(extra_output, model.output_weight)
@@ -98,6 +98,45 @@ def load_weights(model: Decoder, folder: Path, *, device: torch.device | str) ->
         num_parameters=sum(loaded.values()),
         seconds=time.perf_counter() - start,
     )
+
+
+class _Staging:
+    """Host memory that tensors pass through on their way to another dtype or device.
+
+    For a card two pinned buffers: one is read from the disk while the other is on its way.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        on_card = device.type == "cuda"
+        try:
+            self._buffers = [self._buffer(num_bytes, pin=on_card) for _ in range(1 + on_card)]
+        except RuntimeError:  # WSL2 pins little; pageable memory is slower, not wrong
+            self._buffers = [self._buffer(num_bytes, pin=False)]
+        self._events: list[torch.cuda.Event | None] = [None] * len(self._buffers)
+        self._on_card, self._turn = on_card, 0
+
+    @staticmethod
+    def _buffer(num_bytes: int, *, pin: bool) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+
+    def copy(self, source: StoredTensor, target: Tensor) -> None:
+        """Fill `target` from the file."""
+        index = self._turn % len(self._buffers)
+        self._turn += 1
+        if (event := self._events[index]) is not None:
+            event.synchronize()  # the buffer's last copy has left it
+        target.copy_(source.read(self._buffers[index]), non_blocking=True)
+        if self._on_card:
+            done = torch.cuda.Event()
+            done.record()
+            self._events[index] = done
+
+    def close(self) -> None:
+        """Wait for the copies and free the buffers."""
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
+        self._buffers.clear()
 
 
 def stored_weights(folder: Path) -> dict[str, StoredTensor]:

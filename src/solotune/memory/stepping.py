@@ -10,6 +10,11 @@ from torch.optim import Optimizer
 
 from solotune.memory.optimizer_state import StateHome
 
+_BLOCK = 256  # numbers of bitsandbytes' 8-bit state with a scale in common
+_PIECE_NUMBERS = 2**18  # 1 MiB in fp32: 2**16 to 2**20 were as fast
+_BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit state
+_CPU_PIECE = 2**22  # numbers, a multiple of _BLOCK
+
 
 class Stepper:
     """Steps parameters by whatever optimizer class, wherever its state lives."""
@@ -101,4 +106,35 @@ def _step_bitsandbytes(optimizer: Any, parameters: list[nn.Parameter]) -> None:
                 if not optimizer.state[parameter]:
                     optimizer.init_state(group, parameter, group_index, index)
                 optimizer.prefetch_state(parameter)
-                optimizer.update_step(group, parameter, group_index, index)
+                for piece in _pieces(optimizer, parameter):
+                    optimizer.update_step(group, piece, group_index, index)
+
+
+def _pieces(optimizer: Any, parameter: nn.Parameter) -> Iterator[nn.Parameter]:
+    """Yield what bitsandbytes updates in one call: on a card the parameter, on CPU pieces of it.
+
+    Its CPU update holds fp32 copies of weight, gradient and both states, 8 GB for the embedding of
+    an 8B model. A piece is a view with views of the state, cut between quantisation blocks.
+    """
+    state, numel = optimizer.state[parameter], parameter.numel()
+    eight_bits = state["state1"].dtype == torch.uint8
+    if parameter.device.type != "cpu" or not eight_bits or numel <= _CPU_PIECE:
+        yield parameter
+        return
+    assert parameter.grad is not None
+    flat, grad = parameter.data.view(-1), parameter.grad.reshape(-1)
+    per_number = {name: state[name].view(-1) for name in ("state1", "state2") if name in state}
+    per_block = {name: state[name] for name in ("absmax1", "absmax2") if name in state}
+    for start in range(0, numel, _CPU_PIECE):
+        end = min(start + _CPU_PIECE, numel)
+        piece = nn.Parameter(flat[start:end], requires_grad=False)
+        piece.grad = grad[start:end]
+        blocks = slice(start // _BLOCK, -(-end // _BLOCK))
+        optimizer.state[piece] = (
+            state
+            | {name: value[start:end] for name, value in per_number.items()}
+            | {name: value[blocks] for name, value in per_block.items()}
+        )
+        yield piece
+        del optimizer.state[piece]
+    state["step"] += 1

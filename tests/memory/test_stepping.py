@@ -1,0 +1,79 @@
+"""A step of some parameters leaves the others alone, whatever the optimizer."""
+
+from collections.abc import Callable
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import nn
+
+from solotune.memory import Stepper
+from solotune.memory import stepping as stepping_file
+from solotune.optim import AdamWKahan
+
+OPTIMIZERS: dict[str, Callable] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "AdamWKahan": lambda p: AdamWKahan(p, lr=1e-2),
+    "bitsandbytes AdamW8bit": lambda p: bnb.optim.AdamW8bit(p, lr=1e-2),
+    "bitsandbytes Lion8bit": lambda p: bnb.optim.Lion8bit(p, lr=1e-2),
+}
+SIZES = [(64, 64), (64,), (100, 70), (5000,)]
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
+
+
+def give_gradients(weights: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in weights:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stepping_one_by_one_backwards_equals_one_step_of_all(name: str) -> None:
+    whole, single = parameters(), parameters()
+    optimizer = OPTIMIZERS[name]([{"params": whole[:2]}, {"params": whole[2:], "lr": 2e-2}])
+    groups = [{"params": single[:2]}, {"params": single[2:], "lr": 2e-2}]
+    stepper = Stepper(OPTIMIZERS[name](groups))
+    for step in range(3):
+        give_gradients(whole, step)
+        give_gradients(single, step)
+        optimizer.step()
+        for parameter in reversed(single):
+            stepper.step([parameter])
+    assert all(torch.equal(a, b) for a, b in zip(whole, single, strict=True))
+
+
+def test_parameters_that_are_not_named_stay() -> None:
+    weights = parameters()
+    before = [p.detach().clone() for p in weights]
+    give_gradients(weights, 0)
+    Stepper(torch.optim.SGD(weights, lr=0.1)).step(weights[:1])
+    assert [torch.equal(a, b) for a, b in zip(before, weights, strict=True)] == [
+        False, True, True, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes AdamW8bit", "bitsandbytes Lion8bit"])
+def test_pieces_of_a_large_parameter_change_no_bit(name: str, monkeypatch) -> None:
+    whole, cut = parameters(), parameters()
+    optimizer, stepper = OPTIMIZERS[name](whole), Stepper(OPTIMIZERS[name](cut))
+    monkeypatch.setattr(stepping_file, "_CPU_PIECE", 512)
+    for step in range(3):
+        give_gradients(whole, step)
+        give_gradients(cut, step)
+        optimizer.step()
+        stepper.step(cut)
+    for a, b in zip(whole, cut, strict=True):
+        assert torch.equal(a, b)
+        ours, theirs = stepper.optimizer.state[b], optimizer.state[a]
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            same = torch.equal(ours[key], value) if torch.is_tensor(value) else ours[key] == value
+            assert same, key
+    assert len(stepper.optimizer.state) == len(cut), "no piece is left behind"
