@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "AdamWKahan": lambda p: AdamWKahan(p, lr=1e-2),
     "bitsandbytes AdamW8bit": lambda p: bnb.optim.AdamW8bit(p, lr=1e-2),
     "bitsandbytes Lion8bit": lambda p: bnb.optim.Lion8bit(p, lr=1e-2),
+    "bitsandbytes AdEMAMix8bit": lambda p: bnb.optim.AdEMAMix8bit(p, lr=1e-2),
 }
 SIZES = [(64, 64), (64,), (100, 70), (5000,)]
 
@@ -59,7 +60,7 @@ def test_parameters_that_are_not_named_stay() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes AdamW8bit", "bitsandbytes Lion8bit"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "8bit" in name])
 def test_pieces_of_a_large_parameter_change_no_bit(name: str, monkeypatch) -> None:
     whole, cut = parameters(), parameters()
     optimizer, stepper = OPTIMIZERS[name](whole), Stepper(OPTIMIZERS[name](cut))

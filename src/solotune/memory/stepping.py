@@ -10,10 +10,8 @@ from torch.optim import Optimizer
 
 from solotune.memory.optimizer_state import StateHome
 
-_BLOCK = 256  # numbers of bitsandbytes' 8-bit state with a scale in common
-_PIECE_NUMBERS = 2**18  # 1 MiB in fp32: 2**16 to 2**20 were as fast
 _BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit state
-_CPU_PIECE = 2**22  # numbers, a multiple of _BLOCK
+_CPU_PIECE = 2**18  # numbers; their fp32 copies stay in the cache: twice as fast as 2**22
 
 
 class Stepper:
@@ -117,8 +115,9 @@ def _pieces(optimizer: Any, parameter: nn.Parameter) -> Iterator[nn.Parameter]:
     an 8B model. A piece is a view with views of the state, cut between quantisation blocks.
     """
     state, numel = optimizer.state[parameter], parameter.numel()
-    eight_bits = state["state1"].dtype == torch.uint8
-    if parameter.device.type != "cpu" or not eight_bits or numel <= _CPU_PIECE:
+    state1 = state["state1"]
+    by_blocks = state1.dtype == torch.uint8 and state1.numel() == numel  # AdEMAMix keeps two in one
+    if parameter.device.type != "cpu" or not by_blocks or numel <= _CPU_PIECE:
         yield parameter
         return
     assert parameter.grad is not None
