@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from solotune import data
-from solotune.data import SampleSet, read_rows
+from solotune.data import SampleSet, read_prompts, read_rows
 from solotune.errors import ConfigError, DataError
 from solotune.tokenizers import CHATML, Tokenizer
 
@@ -32,6 +32,9 @@ def write(tmp_path: Path) -> Callable[[str, bytes], str]:
 
 
 Write = Callable[[str, bytes], str]
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TEXT_PART = {"type": "text", "text": "q"}
+HUMAN = {"from": "human", "value": "q"}
 
 
 def columns(path: str) -> list[dict[str, Any]]:
@@ -88,6 +91,15 @@ def test_a_json_list_is_read(write: Write) -> None:
     assert rows[1].fault == "holds a int, wanted an object with the columns of one row"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_an_object_over_several_lines_is_told_how_rows_are_written(
+    write: Write, name: str, tokenizer: Tokenizer
+) -> None:
+    path = write(name, json.dumps({"text": "a", "id": 1}, indent=2).encode())
+    with pytest.raises(DataError, match=r"one row a line, or a list of rows \(\.json\)"):
+        data.dataset(tokenizer, source=path, on_bad_row="skip")
+
+
 def test_parquet_rows_are_read(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -136,11 +148,6 @@ def test_unknown_columns_list_the_formats(load_rows: Load, tokenizer: Tokenizer)
         load_rows(tokenizer, {"body": "t"})
 
 
-USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-TEXT_PART = {"type": "text", "text": "q"}
-HUMAN = {"from": "human", "value": "q"}
-
-
 @pytest.mark.parametrize(
     ("row", "format"),
     [
@@ -180,6 +187,91 @@ def test_column_map_names_the_columns_of_the_file(load_rows: Load, tokenizer: To
     assert mapped.fingerprint() == plain.fingerprint()
 
 
+@pytest.mark.parametrize(
+    ("column_map", "message"),
+    [
+        (
+            {"instuction": "Frage"},
+            r"instuction=Frage: no format has a column instuction; .*tion\?",
+        ),
+        ({"instruction": "Frge"}, r"instruction=Frge: .*, line 1 has no column Frge; .* Frage\?"),
+        ({"tools": "xxxxxx"}, r"tools=xxxxxx: .* no column xxxxxx \(columns: Frage, Antwort\)"),
+    ],
+)
+def test_a_column_map_that_names_no_column_is_refused_even_where_bad_rows_are_skipped(
+    column_map: dict[str, str], message: str, load_rows: Load, tokenizer: Tokenizer
+) -> None:
+    row = {"Frage": "q", "Antwort": "a"}
+    column_map = {"output": "Antwort"} | column_map
+    with pytest.raises(ConfigError, match=rf"^dataset\.column_map\.{message}"):
+        load_rows(tokenizer, row, column_map=column_map, on_bad_row="skip")
+
+
+def test_a_column_map_for_a_column_of_another_format_is_refused(
+    load_rows: Load, tokenizer: Tokenizer
+) -> None:
+    columns = {"format": "prompt", "column_map": {"output": "completion"}}
+    with pytest.raises(ConfigError, match="format prompt has no column output"):
+        load_rows(tokenizer, {"prompt": "q", "completion": "a"}, **columns)
+
+
+def test_columns_that_are_not_used_are_printed_once(load_rows: Load, tokenizer: Tokenizer) -> None:
+    rows = [
+        {"id": 1, "Frage": "q", "Antwort": "a", "output": "other", "system": ""},
+        {"id": 2, "Frage": "q", "Antwort": "a", "url": None},
+    ]
+    column_map = {"instruction": "Frage", "output": "Antwort"}
+    lines = load_rows(tokenizer, *rows, column_map=column_map).lines()
+    assert [line for line in lines if "not used" in line] == [
+        "dataset: columns not used: id, output, url"
+    ]
+    all_used = load_rows(tokenizer, {"prompt": "q", "completion": "a", "system": "s"})
+    assert not any("not used" in line for line in all_used.lines())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ASSISTANT]},
+        {"messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT]},
+        {"conversations": [HUMAN, {"from": "gpt", "value": "a"}]},
+        {"prompt": "q", "completion": "a"},
+        {"instruction": "q", "output": "a"},
+    ],
+)
+def test_a_system_column_is_the_first_message_of_every_chat_format(
+    row: dict[str, Any], load_rows: Load, tokenizer: Tokenizer
+) -> None:
+    text = tokenizer.decode(
+        load_rows(tokenizer, {**row, "system": "Be brief."}).sample(0)[0].tolist()
+    )
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+        "<|im_start|>assistant\na<|im_end|>\n"
+    )
+
+
+def test_two_system_messages_that_differ_are_refused(load_rows: Load, tokenizer: Tokenizer) -> None:
+    row = {"messages": [{"role": "system", "content": "a"}, USER, ASSISTANT], "system": "b"}
+    with pytest.raises(DataError, match="line 1: column system and the system message differ"):
+        load_rows(tokenizer, row)
+
+
+@pytest.mark.parametrize("value", [0, 5, 1.5])
+@pytest.mark.parametrize("column", ["prompt", "completion", "system", "text", "input", "content"])
+def test_a_number_is_not_taken_for_text(
+    value: float, column: str, load_rows: Load, tokenizer: Tokenizer
+) -> None:
+    row: dict[str, Any] = {
+        "text": {},
+        "input": {"instruction": "q", "output": "a"},
+        "content": {"messages": [USER, {"role": "assistant", "content": value}]},
+    }.get(column, {"prompt": "q", "completion": "a"})
+    row = row if column == "content" else {**row, column: value}
+    with pytest.raises(DataError, match=rf'the number {value}, wanted text: store it as text \("'):
+        load_rows(tokenizer, row)
+
+
 def test_an_unknown_role_names_row_and_role_list(load_rows: Load, tokenizer: Tokenizer) -> None:
     good = {"messages": [USER, ASSISTANT]}
     bad = {"messages": [USER, ASSISTANT | {"role": "narrator"}]}
@@ -192,7 +284,8 @@ def test_an_unknown_role_names_row_and_role_list(load_rows: Load, tokenizer: Tok
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"text": 5}, "column text holds a int, wanted text"),
+        ({"text": 5}, "column text holds the number 5, wanted text"),
+        ({"text": ["a"]}, "column text holds a list, wanted text"),
         ({"text": None}, "format text wants the column text"),
         ({"text": "a \ufdd0"}, "U\\+FDD0..U\\+FDEF"),
         ({"text": "a \ud800"}, "half a surrogate pair \\(U\\+D800\\)"),
@@ -213,14 +306,6 @@ def test_broken_json_names_its_line(write: Write, tokenizer: Tokenizer) -> None:
     path = write("a.jsonl", b'{"text": "a"}\n{"text": "b"\n')
     with pytest.raises(DataError, match=r"a.jsonl, line 2: not JSON: .*on_bad_row=skip"):
         data.dataset(tokenizer, source=path)
-
-
-@pytest.mark.parametrize("key", ["format", "train_on", "history", "on_bad_row"])
-def test_an_unknown_choice_names_key_and_choices(
-    key: str, load_rows: Load, tokenizer: Tokenizer
-) -> None:
-    with pytest.raises(ConfigError, match=rf"dataset.{key}=never: use \w+ or \w+"):
-        load_rows(tokenizer, {"text": "a"}, **{key: "never"})
 
 
 def test_images_are_refused(load_rows: Load, tokenizer: Tokenizer) -> None:
@@ -279,3 +364,13 @@ def test_json_text_in_a_csv_cell_is_a_conversation(write: Write, tokenizer: Toke
     cell = json.dumps([USER, ASSISTANT]).replace('"', '""')
     samples = data.dataset(tokenizer, source=write("a.csv", f'messages\n"{cell}"\n'.encode()))
     assert tokenizer.decode(samples.sample(0)[0].tolist()).endswith("assistant\na<|im_end|>\n")
+
+
+def test_prompts_keep_their_system_message(write: Write) -> None:
+    rows = [{"prompt": "q", "system": "s"}, {"prompt": "q"}, {"messages": [USER], "system": "s"}]
+    system = {"role": "system", "content": "s"}
+    asked = [prompt.asked for prompt in read_prompts(write("a.json", json.dumps(rows).encode()))]
+    assert asked == [[system, USER], "q", [system, USER]]
+    bad = write("b.jsonl", b'{"prompt": "q", "system": 3}\n')
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1: column system holds the number 3"):
+        read_prompts(bad)

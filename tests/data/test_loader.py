@@ -197,6 +197,30 @@ def test_a_subset_holds_the_samples_asked_for() -> None:
     assert subset.num_targets == samples.targets_N[[2, 0]].sum()
 
 
+def test_a_host_that_cannot_pin_is_named_once_and_the_batches_still_arrive(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """WSL2 refuses at some amount of memory; the card of this test is the CPU."""
+    to = torch.Tensor.to
+    attempts = []
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        attempts.append(tensor)
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr("solotune.data.batch._may_pin", True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: to(tensor, "cpu", copy=True))
+    batches = list(make_loader(make_samples([5, 9]), batch_size=1, max_seq_len=9, seed=0).epoch(0))
+    for batch in batches:
+        moved = batch.to("cuda")
+        assert moved.tokens_BS.equal(batch.tokens_BS)
+        assert moved.tokens_BS is not batch.tokens_BS
+    printed = capsys.readouterr().out
+    assert printed.count("cannot be pinned in host memory (CUDA error: out of memory)") == 1
+    assert (len(batches), len(attempts), printed.count("\n")) == (2, 1, 1)
+
+
 @pytest.mark.gpu
 def test_a_batch_reaches_the_card_through_pinned_memory_without_a_sync() -> None:
     (batch,) = make_loader(make_samples([9, 4]), batch_size=1, max_seq_len=16, seed=1).epoch(0)

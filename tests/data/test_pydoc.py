@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
 from solotune import data, tokenizers
-from solotune.errors import ConfigError
 
 
 def test_docstrings_give_thousands_of_different_rows_in_two_disjoint_splits(
@@ -26,8 +23,3 @@ def test_docstrings_give_thousands_of_different_rows_in_two_disjoint_splits(
     assert len(answers(train)) == len(train)
     assert not answers(train) & answers(validation)
     assert data.pydoc_dataset(tokenizer).fingerprint() == train.fingerprint()
-
-
-def test_an_unknown_split_names_the_choices(tiny_tokenizer_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.split=test: use train, validation or all"):
-        data.pydoc_dataset(tokenizers.auto(tiny_tokenizer_dir), split="test")

@@ -3,7 +3,8 @@
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Literal, Union
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union
 
 from solotune.config.nodes import (
     Mapping,
@@ -17,6 +18,13 @@ from solotune.config.nodes import (
 )
 
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", type(None): "None"}
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The smallest value of a parameter, in its annotation: `Annotated[int, AtLeast(1)]`."""
+
+    least: int
 
 
 class Misfit(Exception):
@@ -34,6 +42,9 @@ def fit(node: Node, annotation: Any, default: Callable[[Node], Any] = plain) -> 
         return default(_opened(node, members))
     value = _try(_opened(node, members), members, default)
     if value is not _NO_FIT:
+        for bound in _bounds(annotation):
+            if isinstance(value, int | float) and value < bound.least:
+                raise Misfit(f"{bound.least} or more is needed, not {_show(node)}")
         return value
     has_plain = any(_is_plain(member) for member in members)
     has_other = any(not _is_plain(member) for member in members if member is not type(None))
@@ -46,9 +57,17 @@ _NO_FIT = object()
 
 
 def _members(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is Annotated:
+        return _members(annotation.__origin__)
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return [part for member in typing.get_args(annotation) for part in _members(member)]
     return [type(None) if annotation is None else annotation]
+
+
+def _bounds(annotation: Any) -> list[AtLeast]:
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return [bound for member in typing.get_args(annotation) for bound in _bounds(member)]
+    return [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, AtLeast)]
 
 
 def _opened(node: Node, members: list[Any]) -> Node:

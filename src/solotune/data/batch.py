@@ -42,11 +42,28 @@ class Batch:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, Tensor) and entry.name != "host_segments_BM":
-                # pinned blocks come from a cache that keeps each until its copy is done
-                moved[entry.name] = (value.pin_memory() if pin else value).to(
-                    device, non_blocking=pin
-                )
+                source = _pinned(value) if pin else value
+                moved[entry.name] = source.to(device, non_blocking=pin)
         return replace(self, **moved)
+
+
+_may_pin = True  # until it fails once in this process
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """The tensor in pinned memory, or itself where the system refuses (WSL2 at some amount)."""
+    global _may_pin
+    if _may_pin:
+        try:
+            return tensor.pin_memory()  # from a cache that keeps each block until its copy is done
+        except RuntimeError as error:
+            _may_pin = False
+            reason = str(error).splitlines()[0]
+            print(
+                f"warning: a batch cannot be pinned in host memory ({reason}): batches are copied "
+                "to the device from pageable memory, which the host waits for"
+            )
+    return tensor
 
 
 def collate(

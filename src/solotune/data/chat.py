@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from solotune.data.messages import Conversation, assistant_indexes
 from solotune.errors import DataError
 from solotune.tokenizers import ChatTemplate, Rendering, Turn
 
 Span = tuple[int, int]
+TrainOn = Literal["all", "last"]  # assistant turns
+History = Literal["per_turn", "as_rendered"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ def chat_samples(
     template: ChatTemplate,
     conversation: Conversation,
     *,
-    train_on: str,
-    history: str,
+    train_on: TrainOn,
+    history: History,
     train_on_input: bool,
 ) -> list[ChatSample]:
     """The samples of one conversation.
@@ -53,8 +56,8 @@ def _trained_samples(
     conversation: Conversation,
     full: Rendering,
     *,
-    train_on: str,
-    history: str,
+    train_on: TrainOn,
+    history: History,
 ) -> list[ChatSample]:
     messages, tools = conversation.messages, conversation.tools
     wanted = [k for k in assistant_indexes(conversation, train_on) if _has_text(messages[k])]

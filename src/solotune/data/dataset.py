@@ -3,15 +3,24 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
 
 import numpy as np
 
-from solotune.data.chat import Span, chat_samples
+from solotune.config.fitting import AtLeast
+from solotune.data.chat import History, Span, TrainOn, chat_samples
 from solotune.data.files import Row, read_rows
-from solotune.data.messages import FORMATS, Conversation, detect_format, parse_row, rename_columns
+from solotune.data.messages import (
+    Conversation,
+    Format,
+    check_column_map,
+    columns_used,
+    detect_format,
+    parse_row,
+    rename_columns,
+)
 from solotune.data.samples import Report, SampleSet, SampleWriter, chunks, row_hash
-from solotune.errors import ConfigError, DataError
+from solotune.errors import DataError
 from solotune.tokenizers import Rendering, Tokenizer
 
 _CHUNK = 1000  # renderings that are encoded together
@@ -33,14 +42,14 @@ def dataset(
     tokenizer: Tokenizer,
     *,
     source: str,
-    format: str | None = None,
+    format: Format | None = None,
     column_map: dict[str, str] | None = None,
     train_on_input: bool = False,
-    train_on: str = "all",
-    history: str = "per_turn",
+    train_on: TrainOn = "all",
+    history: History = "per_turn",
     packed: bool = True,
-    on_bad_row: str = "stop",
-    max_rows: int | None = None,
+    on_bad_row: Literal["stop", "skip"] = "stop",
+    max_rows: Annotated[int, AtLeast(1)] | None = None,
 ) -> SampleSet:
     """Samples from a json, jsonl, csv or parquet file.
 
@@ -70,29 +79,27 @@ def build_samples(
     rows: Iterator[Row],
     *,
     source: str,
-    format: str | None = None,
+    format: Format | None = None,
     column_map: dict[str, str] | None = None,
     train_on_input: bool = False,
-    train_on: str = "all",
-    history: str = "per_turn",
+    train_on: TrainOn = "all",
+    history: History = "per_turn",
     packed: bool = True,
-    on_bad_row: str = "stop",
-    max_rows: int | None = None,
+    on_bad_row: Literal["stop", "skip"] = "stop",
+    max_rows: Annotated[int, AtLeast(1)] | None = None,
 ) -> SampleSet:
     """Samples from any iterator of rows, by the rules of `dataset`."""
-    _check_choice("format", format, (None, *FORMATS))
-    _check_choice("train_on", train_on, ("all", "last"))
-    _check_choice("history", history, ("per_turn", "as_rendered"))
-    _check_choice("on_bad_row", on_bad_row, ("stop", "skip"))
-    if max_rows is not None and max_rows < 1:
-        raise ConfigError(f"dataset.max_rows={max_rows}: use 1 or more, or null")
-    report = Report(source=source, format=format or "unknown")
+    report = Report(source=source, format=format)
 
     def drafts() -> Iterator[_Draft]:
+        map_is_checked = False
         for row in rows:
-            if report.rows == max_rows:
+            if max_rows is not None and report.rows >= max_rows:
                 return
             report.rows += 1
+            if row.fault is None and not map_is_checked:
+                check_column_map(column_map or {}, format, row.columns, row.place)
+                map_is_checked = True
             try:
                 yield from _drafts(
                     tokenizer,
@@ -134,13 +141,6 @@ def build_samples(
     return samples
 
 
-def _check_choice(key: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"dataset.{key}={value}: use {' or '.join(str(choice) for choice in choices if choice)}"
-        )
-
-
 def _drafts(
     tokenizer: Tokenizer,
     row: Row,
@@ -148,15 +148,17 @@ def _drafts(
     *,
     column_map: dict[str, str],
     train_on_input: bool,
-    train_on: str,
-    history: str,
+    train_on: TrainOn,
+    history: History,
 ) -> Iterator[_Draft]:
     """The samples of one row, not yet encoded. Raises DataError where the row cannot be used."""
     if row.fault is not None:
         raise DataError(row.fault)
     columns = rename_columns(row.columns, column_map)
-    if report.format == "unknown":
+    if report.format is None:
         report.format = detect_format(columns, row.place)
+    used = {column_map.get(column, column) for column in columns_used(report.format)}
+    report.columns_not_used.update(row.columns.keys() - used)
     content = parse_row(columns, report.format)
     if isinstance(content, Conversation):
         samples = chat_samples(

@@ -72,9 +72,18 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
+    is_first = True
     for number, line in _lines(path):
-        if line.strip():
-            yield _json_row(f"{path}, line {number}", line)
+        if not line.strip():
+            continue
+        row = _json_row(f"{path}, line {number}", line)
+        if is_first and row.fault and line.rstrip().endswith(("{", "[", ",")):
+            raise DataError(
+                f"{path}: its first object goes over several lines; wanted one row a line, or a "
+                "list of rows (.json)"
+            )
+        is_first = False
+        yield row
 
 
 def _json_row(place: str, line: str) -> Row:

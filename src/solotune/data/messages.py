@@ -2,10 +2,11 @@
 
 | format        | columns                              | becomes                               |
 |---------------|--------------------------------------|---------------------------------------|
-| messages      | messages [{role, content}], tools?   | the conversation                      |
+| messages      | messages [{role, content}],          | the conversation                      |
+|               | system?, tools?                      |                                       |
 | conversations | conversations [{from, value}],       | the conversation                      |
 |               | system?, tools?                      |                                       |
-| prompt        | prompt, completion                   | one user and one assistant message    |
+| prompt        | prompt, completion, system?          | one user and one assistant message    |
 | instruction   | instruction, input?, output, system? | the same; input after an empty line   |
 | text          | text                                 | text as it stands                     |
 """
@@ -13,23 +14,26 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from solotune.errors import DataError
+from solotune.config.suggest import suggest
+from solotune.errors import ConfigError, DataError
 from solotune.tokenizers import Message
 
-FORMATS: dict[
-    str, tuple[str, ...]
-] = {  # in the order in which they are tried; the columns that a row must have
+Format = Literal["messages", "conversations", "prompt", "instruction", "text"]
+
+# In the order in which they are tried; the columns that a row must have.
+FORMATS: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
-_OPTIONAL = {
-    "messages": ("tools",),
+_OPTIONAL: dict[Format, tuple[str, ...]] = {
+    "messages": ("tools", "system"),
     "conversations": ("tools", "system"),
+    "prompt": ("system",),
     "instruction": ("input", "system"),
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -53,7 +57,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
 
 
-def detect_format(columns: Mapping[str, Any], place: str) -> str:
+def detect_format(columns: Mapping[str, Any], place: str) -> Format:
     """The format whose columns a row has. Raises DataError that lists what was wanted and found."""
     for name, wanted in FORMATS.items():
         if all(column in columns for column in wanted):
@@ -65,6 +69,23 @@ def detect_format(columns: Mapping[str, Any], place: str) -> str:
     )
 
 
+def check_column_map(
+    column_map: Mapping[str, str], format: Format | None, columns: Mapping[str, Any], place: str
+) -> None:
+    """Raise ConfigError where `column_map` names a column that no format or not the row has."""
+    formats = FORMATS if format is None else (format,)
+    known = list(dict.fromkeys(column for each in formats for column in columns_used(each)))
+    for ours, theirs in column_map.items():
+        key = f"dataset.column_map.{ours}={theirs}"
+        if ours not in known:
+            holder = "no format has a" if format is None else f"format {format} has no"
+            guess = suggest(ours, known) or f" (columns: {', '.join(known)})"
+            raise ConfigError(f"{key}: {holder} column {ours}{guess}")
+        if theirs not in columns:
+            guess = suggest(theirs, columns) or f" (columns: {', '.join(columns)})"
+            raise ConfigError(f"{key}: {place} has no column {theirs}{guess}")
+
+
 def rename_columns(columns: Mapping[str, Any], column_map: Mapping[str, str]) -> dict[str, Any]:
     """`columns` under our names; `column_map` gives for each of our names the file's."""
     renamed = {name: value for name, value in columns.items() if name not in column_map.values()}
@@ -73,7 +94,7 @@ def rename_columns(columns: Mapping[str, Any], column_map: Mapping[str, str]) ->
     }
 
 
-def parse_row(columns: Mapping[str, Any], format: str) -> Conversation | str:
+def parse_row(columns: Mapping[str, Any], format: Format) -> Conversation | str:
     """A row as a conversation, or as text (format `text`). Raises DataError with the reason."""
     missing = [column for column in FORMATS[format] if columns.get(column) is None]
     if missing:
@@ -83,25 +104,26 @@ def parse_row(columns: Mapping[str, Any], format: str) -> Conversation | str:
         )
     if format == "text":
         return _text(columns, "text")
-    system = _text(columns, "system") if columns.get("system") else ""
-    opening = (
-        [{"role": "system", "content": system}]
-        if system and "system" in _OPTIONAL.get(format, ())
-        else []
-    )
+    opening = system_message(columns)
     if format == "prompt":
         question, answer = _text(columns, "prompt"), _text(columns, "completion")
     elif format == "instruction":
         question, answer = _text(columns, "instruction"), _text(columns, "output")
-        if columns.get("input"):
-            question += "\n\n" + _text(columns, "input")
+        if columns.get("input") is not None and (addition := _text(columns, "input")):
+            question += f"\n\n{addition}"
     else:
         return _conversation(opening, columns[FORMATS[format][0]], columns.get("tools"))
     exchange = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return Conversation(opening + exchange, [1] * (len(opening) + 2))
 
 
-def columns_used(format: str) -> tuple[str, ...]:
+def system_message(columns: Mapping[str, Any]) -> list[Message]:
+    """The message of a row's column `system`; none where it is missing or empty."""
+    text = _text(columns, "system") if columns.get("system") is not None else ""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def columns_used(format: Format) -> tuple[str, ...]:
     """All columns that a format reads."""
     return FORMATS[format] + _OPTIONAL.get(format, ())
 
@@ -109,8 +131,18 @@ def columns_used(format: str) -> tuple[str, ...]:
 def _text(columns: Mapping[str, Any], name: str) -> str:
     value = columns[name]
     if not isinstance(value, str):
-        raise DataError(f"column {name} holds a {type(value).__name__}, wanted text")
+        raise DataError(f"column {name} holds {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """What stands where text is wanted, and for a number why it is not turned into text."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (
+            f'the number {value}, wanted text: store it as text ("{value}"); numbers are not '
+            "converted, as 1.10 would become 1.1"
+        )
+    return f"a {type(value).__name__}, wanted text"
 
 
 def _conversation(opening: list[Message], given: Any, tools: Any) -> Conversation:
@@ -135,6 +167,10 @@ def _conversation(opening: list[Message], given: Any, tools: Any) -> Conversatio
             raise DataError(f"message {number} has the weight {weight!r}: use 0 or 1")
         weights.append(1 if weight is None else int(weight))
         messages.append(_message(message, role, number))
+    if opening and messages[1]["role"] == "system":
+        if messages[1]["content"] != opening[0]["content"]:
+            raise DataError("column system and the system message differ: keep one of them")
+        messages, weights = messages[1:], weights[1:]
     return Conversation(messages, weights, _tools(tools))
 
 
@@ -170,9 +206,7 @@ def _content(value: Any, number: int) -> str | None:
             )
         return "".join(part["text"] for part in value)
     if value is not None and not isinstance(value, str):
-        raise DataError(
-            f"message {number} has content of the type {type(value).__name__}, wanted text"
-        )
+        raise DataError(f"message {number} has as its content {_shown(value)}")
     return value
 
 
@@ -186,10 +220,10 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    tools = _from_json(value) or None
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
+    tools = _from_json(value)
+    if tools in (None, "", []):
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError("column tools is not a list of tool descriptions")
     return tools
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from solotune.data.files import read_rows
-from solotune.data.messages import Conversation, parse_row
+from solotune.data.files import Row, read_rows
+from solotune.data.messages import Conversation, parse_row, system_message
 from solotune.errors import DataError
 from solotune.tokenizers import Message
 
@@ -26,9 +26,9 @@ class Prompt:
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Return one prompt a line of a .txt file, or a row of a json, jsonl, csv or parquet file.
 
-    A row holds `prompt`, or `messages` and perhaps `tools`; a last assistant turn among the
-    messages is what is asked for, and left out. Empty lines of a .txt file are passed over. Raises
-    DataError that names file and row.
+    A row holds `prompt`, or `messages` and perhaps `tools`; perhaps `system`. A last assistant turn
+    among the messages is what is asked for, and left out. Empty lines of a .txt file are passed
+    over. Raises DataError that names file and row.
     """
     path = Path(path).expanduser()
     read = _text_prompts if path.suffix == ".txt" else _row_prompts
@@ -54,23 +54,27 @@ def _text_prompts(path: Path) -> Iterator[Prompt]:
 
 def _row_prompts(path: Path) -> Iterator[Prompt]:
     for row in read_rows(path, key="prompts_file"):
-        if row.fault:
-            raise DataError(f"{row.place}: {row.fault}")
-        if isinstance(row.columns.get("prompt"), str):
-            yield Prompt(row.columns["prompt"], place=row.place)
-            continue
-        if "messages" not in row.columns:
-            raise DataError(
-                f"{row.place}: wanted prompt (text) or messages, found {sorted(row.columns)}"
-            )
         try:
-            conversation = parse_row(row.columns, "messages")
+            yield _prompt_of(row)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from None
-        assert isinstance(conversation, Conversation)  # the format `text` alone gives text
-        messages = list(conversation.messages)
-        if messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages:
-            raise DataError(f"{row.place}: no message stands before the answer")
-        yield Prompt(messages, tools=conversation.tools, place=row.place)
+
+
+def _prompt_of(row: Row) -> Prompt:
+    if row.fault:
+        raise DataError(row.fault)
+    asked = row.columns.get("prompt")
+    if isinstance(asked, str):
+        opening = system_message(row.columns)
+        messages = [*opening, {"role": "user", "content": asked}]
+        return Prompt(messages if opening else asked, place=row.place)
+    if "messages" not in row.columns:
+        raise DataError(f"wanted prompt (text) or messages, found {sorted(row.columns)}")
+    conversation = parse_row(row.columns, "messages")
+    assert isinstance(conversation, Conversation)  # the format `text` alone gives text
+    messages = list(conversation.messages)
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DataError("no message stands before the answer")
+    return Prompt(messages, tools=conversation.tools, place=row.place)

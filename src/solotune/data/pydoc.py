@@ -5,13 +5,15 @@ import inspect
 import re
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from solotune.config.fitting import AtLeast
 from solotune.data.dataset import build_samples
 from solotune.data.files import Row
 from solotune.data.samples import SampleSet, row_hash
-from solotune.errors import ConfigError
 from solotune.tokenizers import Tokenizer
+
+Split = Literal["train", "validation", "all"]
 
 # Modules that import everywhere and without side effects.
 MODULES = """
@@ -49,9 +51,9 @@ _LONGEST = 1200
 def pydoc_dataset(
     tokenizer: Tokenizer,
     *,
-    split: str = "train",
+    split: Split = "train",
     packed: bool = True,
-    max_rows: int | None = None,
+    max_rows: Annotated[int, AtLeast(1)] | None = None,
     train_on_input: bool = False,
 ) -> SampleSet:
     """Questions about the functions, classes and methods of Python's standard library.
@@ -59,8 +61,6 @@ def pydoc_dataset(
     `split`: train | validation | all; one row in twenty, by the hash of its answer, is for
     validation. The rows and their order depend on the Python version and platform alone.
     """
-    if split not in ("train", "validation", "all"):
-        raise ConfigError(f"dataset.split={split}: use train, validation or all")
     return build_samples(
         tokenizer,
         _rows(split),
@@ -72,7 +72,7 @@ def pydoc_dataset(
     )
 
 
-def _rows(split: str) -> Iterator[Row]:
+def _rows(split: Split) -> Iterator[Row]:
     """The rows of a split, in an order that mixes the modules."""
     answers: dict[str, tuple[str, str]] = {}
     for name, kind, thing in _things():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from solotune.data.messages import Format
 from solotune.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ class Report:
     """What became of the rows; every count that is not zero is printed before training."""
 
     source: str
-    format: str
+    format: Format | None  # None until the first row tells
     rows: int = 0
     rows_unreadable: int = 0
     rows_cut: int = 0  # longer than max_seq_len
@@ -27,6 +28,7 @@ class Report:
     turns_without_terminator: int = 0
     plain_controls: int = 0  # control tokens spelled inside texts
     messages_not_rendered: int = 0
+    columns_not_used: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
 
@@ -125,6 +127,10 @@ class SampleSet:
             "messages whose text the chat template does not show": report.messages_not_rendered,
         }
         lines += [f"{self.name}: {count} {what}" for what, count in counted.items() if count]
+        if report.columns_not_used:
+            lines.append(
+                f"{self.name}: columns not used: {', '.join(sorted(report.columns_not_used))}"
+            )
         return lines + [f"{self.name}: {note}" for note in report.notes]
 
 

@@ -10,11 +10,12 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tokenizers
 
+from solotune.config.fitting import AtLeast
 from solotune.errors import CheckpointError, ConfigError, DataError, UserError
 from solotune.tokenizers.chat_template import (
     CHATML,
@@ -54,10 +55,6 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if max_seq_len < 2:
-            raise ConfigError(
-                f"tokenizer.max_seq_len={max_seq_len} leaves no target: use at least 2"
-            )
         self.folder = folder
         self.max_seq_len = max_seq_len
         if not (folder / "tokenizer.json").is_file():
@@ -336,7 +333,7 @@ def auto(
     checkpoint_dir: str | Path,
     *,
     path: str | None = None,
-    max_seq_len: int = 2048,
+    max_seq_len: Annotated[int, AtLeast(2)] = 2048,  # a shorter row would have no target
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Tokenizer:
