@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from solotune.config import located
 from solotune.config.command_line import (
     Parser,
     add_run_arguments,
@@ -48,9 +49,10 @@ def main(words: list[str]) -> int:
         raise UsageError("name a recipe: tune run RECIPE --config CONFIG (`tune ls` lists them)")
     recipe = find_recipe(options.recipe)
     loaded = load_arguments(recipe, options)
-    loaded.check_components()
     module = import_recipe(recipe)
-    module.main(loaded.instance(module.Config))
+    cfg = loaded.instance(module.Config)
+    with located(cfg):
+        module.main(cfg)
     return 0
 
 

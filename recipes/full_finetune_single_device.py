@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from solotune.checkpoint import Checkpointer, resume_lines
-from solotune.config import Component, ConfigError, origin, parse_cli, resolved_yaml
+from solotune.config import Component, ConfigError, origin, resolved_yaml, run_recipe
 from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
 from solotune.memory import (
     LAYER_MAJOR_FACT,
@@ -388,4 +388,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_cli(Config))
+    run_recipe(main, Config)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from solotune.checkpoint import load_weights, model_folder
-from solotune.config import Component, ConfigError, parse_cli
+from solotune.config import Component, ConfigError, run_recipe
 from solotune.data import Prompt, read_prompts
 from solotune.models import Decoder
 from solotune.tokenizers import Tokenizer, check_vocabulary
@@ -199,4 +199,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_cli(Config))
+    run_recipe(main, Config)

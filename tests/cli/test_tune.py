@@ -16,7 +16,7 @@ RECIPE = '''"""Prints what it was given."""
 
 from dataclasses import dataclass
 
-from solotune.config import Component, parse_cli
+from solotune.config import Component, run_recipe
 from solotune.errors import UserError
 
 
@@ -45,13 +45,20 @@ def main(cfg):
         open(cfg.output_dir)
     if cfg.fail == "space":
         raise OSError(28, "No space left on device", cfg.output_dir)
+    if cfg.fail == "windows":
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried ...")
+    if cfg.fail == "noise":
+        import logging
+        logging.getLogger("torchao").warning("Failed to load x.so")
     if cfg.fail == "bug":
         raise AssertionError("a bug")
+    if cfg.fail == "arrow":
+        print("\u2192")
     print("ran", cfg.output_dir, cfg._origin.recipe, cfg._origin.config)
 
 
 if __name__ == "__main__":
-    main(parse_cli(Config))
+    run_recipe(main, Config)
 '''
 YAML = "recipe: mine.py\noptimizer: torch.optim.SGD\noutput_dir: out\n"
 
@@ -63,13 +70,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tune(*words: str | Path, cwd: Path, command=("-m", "solotune")):
+def tune(*words: str | Path, cwd: Path, command=("-m", "solotune"), **environment: str):
     done = subprocess.run(
         [sys.executable, *command, *map(str, words)],
         cwd=cwd,
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         timeout=120,
     )
     return done.returncode, done.stdout, done.stderr
@@ -103,12 +110,43 @@ def test_a_recipe_file_runs_directly(folder: Path):
     assert tune("--lr", "3", **direct)[0] == 2
 
 
+SCRIPT_RUNS = """
+import runpy, sys
+for words in {runs!r}:
+    sys.argv = ["mine.py", "--config", "mine.yaml", *words]
+    try:
+        runpy.run_path("mine.py", run_name="__main__")
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+"""
+
+
+def test_a_recipe_file_that_runs_directly_ends_as_the_command_does(folder: Path):
+    ends = {
+        "validate": ("error: fail=validate: change it", 1),
+        "memory": ("error: the host memory is used up", 1),
+        "windows": ("error: the host memory is used up", 1),
+        "device": ("error: the device memory is used up", 1),
+        "missing": ("error: out: no such file or folder", 1),
+        "space": ("error: out: no space left on the disk", 1),
+        "interrupt": ("stopped", 130),
+    }
+    runs = [[f"fail={how}"] for how in ends]
+    _, _, err = tune(cwd=folder, command=("-c", SCRIPT_RUNS.format(runs=runs)))
+    lines = [line for line in err.splitlines() if line]
+    assert len(lines) == 2 * len(ends), err
+    for (message, code), line, end in zip(ends.values(), lines[::2], lines[1::2], strict=True):
+        assert line.startswith(message)
+        assert end == str(code)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         (["fail=validate"], 1, "error: fail=validate: change it"),
         (["fail=interrupt"], 130, "stopped"),
         (["fail=memory"], 1, "error: the host memory is used up"),
+        (["fail=windows"], 1, "error: the host memory is used up"),
         (["fail=device"], 1, "error: the device memory is used up"),
         (["fail=missing", "output_dir=gone"], 1, "error: gone: no such file or folder"),
         (["fail=space", "output_dir=full"], 1, "error: full: no space left on the disk"),
@@ -138,6 +176,29 @@ def test_debug_shows_the_traceback(folder: Path):
     assert "Traceback" in err
 
 
+def test_a_fault_that_the_recipe_finds_is_located_where_the_file_sets_the_key(folder: Path):
+    (folder / "mine.yaml").write_text(YAML + "fail: validate\n")
+    run = ("run", "mine.py", "--config", "mine.yaml")
+    at_line = "error: fail=validate: change it (mine.yaml:4)\n"
+    assert tune(*run, cwd=folder)[2] == at_line
+    assert tune("validate", "mine.yaml", cwd=folder)[2] == at_line
+    assert tune("--config", "mine.yaml", cwd=folder, command=("mine.py",))[2] == at_line
+    by_override = "error: fail=validate: change it\n"
+    assert tune(*run, "fail=validate", cwd=folder)[2] == by_override
+
+
+def test_a_character_outside_the_terminals_encoding_ends_no_run(folder: Path):
+    run = ("run", "mine.py", "--config", "mine.yaml")
+    code, out, err = tune(*run, "fail=arrow", cwd=folder, PYTHONIOENCODING="ascii")
+    assert (code, out.splitlines()[0], err) == (0, "\\u2192", "")
+
+
+def test_what_torchao_says_at_import_is_shown_on_demand(folder: Path):
+    run = ("run", "mine.py", "--config", "mine.yaml", "fail=noise")
+    assert tune(*run, cwd=folder)[2] == ""
+    assert "Failed to load x.so" in tune(*run, "--debug", cwd=folder)[2]
+
+
 def test_a_bug_is_not_hidden(folder: Path):
     code, _, err = tune("run", "mine.py", "--config", "mine.yaml", "fail=bug", cwd=folder)
     assert code == 1
@@ -151,6 +212,8 @@ def test_a_bug_is_not_hidden(folder: Path):
         (["run", "mine.py", "--config", "gone.yaml"], "gone.yaml: there is no such file"),
         (["run", "gone.py", "--config", "mine.yaml"], "gone.py: there is no such file"),
         (["validate"], "name a config"),
+        (["validate", "batch_size=2"], "name a config"),
+        (["validate", "mine.py", "--recipe", "mine.py"], "name one recipe"),
         (["validatee"], "did you mean validate?"),
         (["cat", "qqqq"], "`tune ls` lists them"),
         (["cp", "mine.py"], "required: target"),
@@ -177,6 +240,78 @@ def test_validate_reports_static_faults_without_torch_then_arguments(folder: Pat
     assert tune("validate", "mine.yaml", "fail=validate", cwd=folder)[0] == 1
     code, out, _ = tune("validate", "mine.yaml", "fail=missing", cwd=folder)
     assert (code, out) == (0, "mine.yaml is valid for mine.py\n")
+
+
+def test_validate_understands_the_words_of_run(folder: Path):
+    valid = "mine.yaml is valid for mine.py\n"
+    for words in (
+        ("mine.py", "--config", "mine.yaml", "output_dir=x"),
+        ("mine.py", "output_dir=x", "--config", "mine.yaml"),
+        ("--config", "mine.yaml", "output_dir=x"),
+        ("output_dir=x", "--config", "mine.yaml", "--recipe", "mine.py"),
+    ):
+        assert tune("validate", *words, cwd=folder)[:2] == (0, valid), words
+    words = ("mine.py", "optimizer=torch.optim.SGD", "output_dir=x")
+    assert tune("validate", *words, cwd=folder)[1] == "the command line is valid for mine.py\n"
+    code, _, err = tune("validate", "mine.py", "--config", "mine.yaml", "outputdir=x", cwd=folder)
+    assert (code, err) == (1, "error: outputdir: unknown key; did you mean output_dir?\n")
+
+
+def test_a_recipe_named_by_its_path_is_found_from_the_folder_of_the_config(folder: Path):
+    deep = folder / "deep er"
+    deep.mkdir()
+    (deep / "my own.py").write_text(RECIPE)
+    for name in ("my own.py", "'my own.py'  # mine", str(deep / "my own.py")):
+        (deep / "mine.yaml").write_text(YAML.replace("mine.py", name))
+        code, out, err = tune("validate", "deep er/mine.yaml", cwd=folder)
+        assert (code, err) == (0, "")
+        assert "deep er/my own.py" in out
+        words = ("run", "deep er/my own.py", "--config", "deep er/mine.yaml")
+        assert tune(*words, cwd=folder)[0] == 0
+
+
+def test_a_command_with_torchtunes_keys_is_valid_and_runs_up_to_the_missing_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "full_finetune_single_device --config llama3/8B_full_single_device compile=True "
+        "batch_size=2 dataset.packed=True tokenizer.max_seq_len=2048 "
+        "enable_activation_offloading=True"
+    ).split()
+    assert main(["validate", *words]) == 0
+    valid = "llama3/8B_full_single_device is valid for full_finetune_single_device\n"
+    assert capsys.readouterr().out == valid
+    assert main(["run", *words]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: checkpoint_dir=models/Meta-Llama-3-8B-Instruct")
+    assert "8B_full_single_device.yaml:" in error
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("optimizer.lr=-1", "optimizer.lr=-1: use 0 or more"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1: use 0 or more"),
+        ("optimizer.betas=[0.9]", "optimizer: torchao.optim.AdamW8bit: "),
+        ("loss.chunk_tokens=0", "loss.chunk_tokens=0: use at least 1, or null"),
+        ("lr_scheduler.warmup_ratio=5", "lr_scheduler.warmup_ratio=5.0: use a value from 0 to 1"),
+        ("tokenizer.max_seq_len=1", "tokenizer.max_seq_len: 2 or more is needed, not 1"),
+        ("dataset.max_rows=0", "dataset.max_rows: 1 or more is needed, not 0"),
+        ("dataset.train_on=first", "dataset.train_on: all or last is needed, not first"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_without_a_model_folder(
+    word: str, message: str, capsys: pytest.CaptureFixture
+):
+    from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
+
+    for verb in (["validate"], ["run", "full_finetune_single_device", "--config"]):
+        assert main([*verb, "llama3/8B_full_single_device", word]) == 1
+        out, err = capsys.readouterr()
+        assert (out, err.startswith(f"error: {message}")) == ("", True), err
 
 
 def test_the_help_of_a_recipe_lists_its_keys(folder: Path):

@@ -13,7 +13,7 @@ RECIPE = '''"""A recipe that trains nothing."""
 from dataclasses import dataclass
 from typing import Literal
 
-from solotune.config import Component, parse_cli, resolved_yaml
+from solotune.config import Component, resolved_yaml, run_recipe
 
 
 @dataclass(kw_only=True)
@@ -23,6 +23,9 @@ class Config:
     optimizer: Component
     dataset: Component
     dataset_val: Component | None = None
+    loss: Component | None = None
+    lr_scheduler: Component | None = None
+    tokenizer: Component | None = None
     output_dir: str  # a folder
     run_name: str | None = None
     lr: float = 1e-3  # of the optimizer
@@ -45,7 +48,7 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    main(parse_cli(Config))
+    run_recipe(main, Config)
 '''
 
 YAML = """\

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from solotune.config import Component, ConfigError, load
-from solotune.config.component import Permissions, path_fault
+from solotune.config.component import DEFAULT_PATHS, Permissions, path_fault
 
 
 @pytest.mark.parametrize(
@@ -207,3 +207,135 @@ def test_an_optimizers_own_refusal_of_a_value_is_a_config_error():
     component = Component("torch.optim.AdamW", {"lr": -1.0}, key="optimizer")
     with pytest.raises(ConfigError, match=r"optimizer: .*Invalid learning rate"):
         component.build([torch.nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "word"),
+    [
+        ("optimizer", "torch.optim.lr_scheduler.StepLR", "optimizer"),
+        ("optimizer", "torch.optim.lr_scheduler.LRScheduler", "optimizer"),
+        ("optimizer", "solotune.optim.decay_groups", "optimizer"),
+        ("optimizer", "bitsandbytes.optim.GlobalOptimManager", "optimizer"),
+        ("model", "solotune.models.KVCache", "model"),
+        ("model", "solotune.models.read_config", "model"),
+        ("loss", "torch.optim.AdamW", "loss"),
+        ("loss", "solotune.losses.linear_cross_entropy.Targets", "loss"),
+        ("dataset", "solotune.data.make_loader", "data set"),
+        ("dataset_val", "solotune.tokenizers.auto", "data set"),
+        ("tokenizer", "solotune.tokenizers.check_vocabulary", "tokenizer"),
+        ("lr_scheduler", "solotune.training.set_lr", "schedule"),
+        ("lr_scheduler", "solotune.training.RunLog", "schedule"),
+        ("lr_scheduler", "torch.optim.lr_scheduler.StepLR", "schedule"),
+    ],
+)
+def test_a_component_of_another_kind_is_refused_by_what_it_is(key, path, word):
+    (fault,) = Component(path, key=key).check()
+    assert fault.startswith(f"{key}: {path} is no {word}: name one of ")
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        *DEFAULT_PATHS.items(),
+        ("dataset", "solotune.data.pydoc_dataset"),
+        ("lr_scheduler", "solotune.training.cosine"),
+        ("lr_scheduler", "solotune.training.linear"),
+        ("model", "solotune.models.llama3_8b"),
+        ("optimizer", "bitsandbytes.optim.AdamW8bit"),
+        ("optimizer", "solotune.optim.AdamWKahan"),
+        ("optimizer", "torch.optim.SGD"),
+        ("optimizer", "torchao.optim.AdamW4bit"),
+    ],
+)
+def test_a_component_of_the_right_kind_is_taken(key, path):
+    assert Component(path, key=key).target
+
+
+KINDS = """
+import torch
+from solotune.data import SampleSet
+
+class Loss(torch.nn.Module):
+    def __init__(self, *, weight: float = 1.0):
+        raise ValueError("weight")
+
+class Optimizer(torch.optim.Optimizer):
+    def __init__(self, named_parameters):
+        raise ValueError("wants names")
+
+def loss() -> int:
+    return 1
+
+def rows(tokenizer) -> SampleSet: ...
+
+def steps(total_steps):
+    return lambda step: 1 / 0
+"""
+
+
+def test_what_lies_beside_a_copied_recipe_is_judged_too_but_not_built(recipe: Path):
+    (recipe.parent / "beside_kinds.py").write_text(KINDS)
+    words = ["dataset=beside_kinds.rows", "lr_scheduler=beside_kinds.steps", "output_dir=x"]
+    words += ["optimizer=beside_kinds.Optimizer"]
+    load(recipe, None, [*words, "loss=beside_kinds.Loss"]).check_components()
+    with pytest.raises(ConfigError, match=r"^loss: beside_kinds\.loss is no loss"):
+        load(recipe, None, [*words, "loss=beside_kinds.loss"]).check_components()
+
+
+def test_a_choice_lists_the_choices():
+    for key, choices in {
+        "format": "messages, conversations, prompt, instruction, text or None",
+        "train_on": "all or last",
+        "history": "per_turn or as_rendered",
+        "on_bad_row": "stop or skip",
+    }.items():
+        component = Component("solotune.data.dataset", {"source": "x", key: "never"}, "dataset")
+        assert component.check() == [f"dataset.{key}: {choices} is needed, not the text 'never'"]
+    component = Component("solotune.data.pydoc_dataset", {"split": "test"}, "dataset")
+    assert component.check() == [
+        "dataset.split: train, validation or all is needed, not the text 'test'"
+    ]
+
+
+def test_a_number_below_the_least_is_refused_with_its_line(load_yaml, tmp_path: Path):
+    loaded = load_yaml("dataset.max_rows=0", more="tokenizer:\n  max_seq_len: 1\n")
+    with pytest.raises(ConfigError) as error:
+        loaded.check_components()
+    assert str(error.value).splitlines() == [
+        "2 faults in the config",
+        "  dataset.max_rows: 1 or more is needed, not 0",
+        f"  tokenizer.max_seq_len: 2 or more is needed, not 1 ({tmp_path / 'tiny.yaml'}:9)",
+    ]
+    words = ("dataset.max_rows=1", "tokenizer.max_seq_len=2", "dataset_val=x.csv")
+    load_yaml(*words, "dataset_val.max_rows=null").check_components()
+
+
+def test_values_that_a_component_itself_refuses_are_found_without_weights(
+    load_yaml, tmp_path: Path
+):
+    more = "loss: {chunk_tokens: 0}\nlr_scheduler:\n"
+    more += "  _component_: solotune.training.cosine\n  warmup_ratio: 5\n"
+    loaded = load_yaml("optimizer.weight_decay=-0.5", more=more)
+    with pytest.raises(ConfigError) as error:
+        loaded.check_components()
+    file = tmp_path / "tiny.yaml"
+    assert str(error.value).splitlines() == [
+        "3 faults in the config",
+        "  optimizer.weight_decay=-0.5: use 0 or more",
+        f"  loss.chunk_tokens=0: use at least 1, or null ({file}:8)",
+        f"  lr_scheduler.warmup_ratio=5.0: use a value from 0 to 1 ({file}:11)",
+    ]
+    for words in (
+        ["optimizer.betas=[1.5, 0.9]"],
+        ["optimizer=torch.optim.Optimizer"],
+        ["optimizer=torchao.optim.AdamW8bit", "optimizer.betas=[0.9]"],
+        ["optimizer.fused=True", "optimizer.foreach=True"],
+    ):
+        with pytest.raises(ConfigError, match=r"^optimizer: torch"):
+            load_yaml(*words).check_components()
+
+
+def test_checking_a_warmup_prints_no_warning_of_a_run_that_is_not_known_yet(load_yaml, capsys):
+    words = ("lr_scheduler=solotune.training.cosine", "lr_scheduler.num_warmup_steps=100")
+    load_yaml(*words).check_components()
+    assert capsys.readouterr() == ("", "")

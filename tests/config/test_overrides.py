@@ -1,13 +1,26 @@
 """Overrides on nodes, references, unknown keys, and the recipe that a config names."""
 
+import inspect
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from solotune.config import ConfigError, load, read_schema, resolved_yaml
+from solotune.config import (
+    Component,
+    ConfigError,
+    load,
+    located,
+    read_schema,
+    resolved_yaml,
+    torchtune,
+)
+from solotune.config.component import DEFAULT_PATHS
 from solotune.config.registry import find_config, find_recipe
+from solotune.errors import DataError, UserError
 
 
 def arguments(loaded, key="optimizer"):
@@ -171,13 +184,57 @@ def test_a_required_key_without_a_value_is_named(recipe: Path):
         ("loss.num_output_chunks=8", "loss.chunk_tokens"),
         ("fsdp_cpu_offload=True", "one device"),
         ("log_peak_memory_stats=True", "always logged"),
-        ("dataset=torchtune.datasets.alpaca_dataset", "source=tatsu-lab/alpaca"),
+        ("dataset=torchtune.datasets.alpaca_dataset", "source=<file>$"),
+        ("lora_rank=8", r"the key is adapter\.rank \(in a later version\)"),
         ("optimizer=torchtune.models.llama3.llama3_8b", "solotune.models.auto"),
     ],
 )
 def test_what_is_torchtunes_gets_its_equivalent_named(load_yaml, override, repair):
     with pytest.raises(ConfigError, match=f"torchtune.*{repair}|{repair}"):
-        load_yaml(override)
+        load_yaml(override).check_components()
+
+
+def test_no_torchtune_key_leads_to_one_that_is_refused():
+    recipe = find_recipe("full_finetune_single_device")
+    source, schema = recipe.read_text(), read_schema(recipe)
+    refused = re.search(r"for key in \(([^)]*)\):\n        if getattr", source)
+    for name, repair in torchtune._KEYS.items():
+        for key in re.findall(r"the key is (\S+)|([a-z_.]*)_dir", repair):
+            key, _, part = key[0].partition(".")
+            if not key or "(in a later version)" in repair:
+                continue
+            assert key in schema, name
+            assert refused is None or f'"{key}"' not in refused.group(1), name
+            if part:
+                target = Component(DEFAULT_PATHS[key], key=key).target
+                assert part in inspect.signature(target).parameters, name
+
+
+@pytest.mark.parametrize(
+    "word", ["learning_rate=1e-4", "optimizer.learning_rate=1e-4", "optimizer.lrr=1e-4"]
+)
+def test_the_learning_rate_is_found_under_other_names(load_yaml, word):
+    change = ("  lr: 2e-5\n", "")
+    with pytest.raises(ConfigError, match=r"(the key is|did you mean) optimizer\.lr"):
+        load_yaml(word, change=change).check_components()
+
+
+@pytest.mark.parametrize(
+    ("word", "path"),
+    [
+        ("optimizer=AdamW", "torch.optim.AdamW"),
+        ("optimizer=adamw", "torch.optim.AdamW"),
+        ("optimizer=AdamW8bit", "torchao.optim.AdamW8bit"),
+        ("optimizer=AdamKahan", "solotune.optim.AdamWKahan"),
+        ("lr_scheduler=cosine", "solotune.training.cosine"),
+        ("loss=CrossEntropy", "solotune.losses.LinearCrossEntropy"),
+        ("dataset._component_=pydoc_dataset", "solotune.data.pydoc_dataset"),
+    ],
+)
+def test_a_component_without_its_module_gets_the_full_path_named(load_yaml, word, path):
+    with pytest.raises(ConfigError) as error:
+        load_yaml(word)
+    assert str(error.value).partition(" (")[0].endswith(f"did you mean {path}?")
 
 
 def test_a_config_for_another_recipe_is_refused_with_the_repair(load_yaml, recipe: Path):
@@ -205,6 +262,44 @@ def test_the_resolved_config_runs_again_with_the_same_values(load_yaml, recipe: 
         k: getattr(v, "arguments", v) for k, v in loaded.values.items()
     }
     assert found["dataset_val"].arguments["source"] == "007"
+
+
+def test_the_command_of_a_config_gives_the_same_config_again(load_yaml, recipe: Path):
+    words = ("output_dir=a b", "names=[it's, $HOME]", "~dataset", "dataset=${output_dir}.csv")
+    words += ("optimizer=collections.OrderedDict",)
+    loaded = load_yaml(*words, trust=("collections", "functools"))
+    config = recipe.with_name("tiny.yaml")
+    line = loaded.origin.command(["steps=3"])
+    given = ("--config", str(config), "--trust", "collections", "--trust", "functools")
+    assert shlex.split(line) == ["tune", "run", str(recipe), *given, *words, "steps=3"]
+    line = loaded.origin.command(["output_dir=y", "dataset=z"])
+    assert shlex.split(line)[-4:] == [words[1], words[4], "output_dir=y", "dataset=z"]
+    assert (
+        load(
+            recipe, None, ["output_dir=x", "dataset=y", "optimizer=torch.optim.SGD"]
+        ).origin.command()
+        == f"tune run {recipe} output_dir=x dataset=y optimizer=torch.optim.SGD"
+    )
+
+
+def test_a_fault_gets_the_line_of_its_key_where_a_file_sets_it(load_yaml, recipe: Path):
+    loaded = load_yaml("steps=3", more="steps: 0\nextra: {a: [1]}\n")
+    names: dict = {"__name__": "copied"}
+    exec(recipe.read_text(), names)
+    cfg, file = loaded.instance(names["Config"]), recipe.with_name("tiny.yaml")
+
+    def message(fault: UserError) -> str:
+        with pytest.raises(type(fault)) as error, located(cfg):
+            raise fault
+        return str(error.value)
+
+    assert message(ConfigError("output_dir=out: is bad")) == f"output_dir=out: is bad ({file}:7)"
+    assert message(DataError("dataset.source=x: gone")) == f"dataset.source=x: gone ({file}:6)"
+    assert message(ConfigError("extra.a.0=1: is bad")) == f"extra.a.0=1: is bad ({file}:9)"
+    once = f"output_dir: is bad ({file}:7)"
+    assert message(ConfigError(once)) == once
+    for text in ("steps=3: by override", "lr=1: a default", "out: a file", "something else"):
+        assert message(ConfigError(text)) == text
 
 
 def test_the_schema_is_read_without_importing_the_recipe(recipe: Path):

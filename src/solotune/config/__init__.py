@@ -1,8 +1,8 @@
 """Typed, strict configuration: dataclass <- YAML <- key=value. Importing it imports no torch."""
 
-from solotune.config.command_line import parse_cli
+from solotune.config.command_line import run_recipe
 from solotune.config.component import Component
-from solotune.config.loading import Loaded, Origin, load, origin, resolved_yaml
+from solotune.config.loading import Loaded, Origin, load, located, origin, resolved_yaml
 from solotune.config.registry import configs, find_config, find_recipe, recipe_of, recipes
 from solotune.config.schema import REQUIRED, Field, Schema, read_schema
 from solotune.errors import ConfigError, UsageError
@@ -20,10 +20,11 @@ __all__ = [
     "find_config",
     "find_recipe",
     "load",
+    "located",
     "origin",
-    "parse_cli",
     "read_schema",
     "recipe_of",
     "recipes",
     "resolved_yaml",
+    "run_recipe",
 ]

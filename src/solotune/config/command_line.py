@@ -2,12 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from solotune.config.loading import Loaded, load
+from solotune.config.exit_code import exit_code
+from solotune.config.loading import Loaded, load, located
 from solotune.config.registry import find_config
-from solotune.errors import UsageError, UserError
+from solotune.errors import UsageError
 
 ConfigClass = TypeVar("ConfigClass")
 
@@ -56,28 +58,31 @@ def refuse_torchrun_flags(words: list[str]) -> None:
 
 
 def load_arguments(recipe: Path, options: argparse.Namespace) -> Loaded:
-    """Return the config that parsed arguments ask for."""
+    """Return the config that parsed arguments ask for, components checked."""
     config = find_config(options.config) if options.config else None
-    return load(recipe, config, options.overrides, trust=options.trust, config_name=options.config)
+    loaded = load(
+        recipe, config, options.overrides, trust=options.trust, config_name=options.config
+    )
+    loaded.check_components()
+    return loaded
 
 
-def parse_cli(config_class: type[ConfigClass]) -> ConfigClass:
-    """Return the Config that the process's command line asks for: for a recipe run as a script.
+def run_recipe(main: Callable[[ConfigClass], None], config_class: type[ConfigClass]) -> NoReturn:
+    """Run a recipe file as a script: call `main` with the Config that the command line asks for.
 
-    A user's mistake ends the process with one sentence.
+    Ends the process as `tune run` does: a user's mistake is one sentence and an exit code.
     """
     recipe = Path(sys.modules[config_class.__module__].__file__ or "")
     words = sys.argv[1:]
-    try:
+
+    def run() -> int:
         refuse_torchrun_flags(words)
         parser = Parser(prog=recipe.name)
         add_run_arguments(parser)
         options = parser.parse_intermixed_args(words)
-        loaded = load_arguments(recipe, options)
-        loaded.check_components()
-        return loaded.instance(config_class)
-    except UserError as error:
-        if "--debug" in words:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        cfg = load_arguments(recipe, options).instance(config_class)
+        with located(cfg):
+            main(cfg)
+        return 0
+
+    sys.exit(exit_code(run, words))

@@ -1,8 +1,11 @@
 """A config node that names a class or a builder, and the rules for which ones it may name."""
 
+import ast
 import importlib
+import importlib.util
 import inspect
 import sys
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +24,9 @@ from solotune.config.nodes import (
     to_node,
 )
 from solotune.config.suggest import suggest
-from solotune.errors import ConfigError
+from solotune.errors import ConfigError, UserError
+
+_OTHERS_OPTIMIZERS = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
 
 # A config is data that people pass around: it reaches these libraries and nothing else of Python.
 ROOTS = (
@@ -32,9 +37,7 @@ ROOTS = (
     "solotune.optim",
     "solotune.tokenizers",
     "solotune.training",
-    "torch.optim",
-    "torchao.optim",
-    "bitsandbytes.optim",
+    *_OTHERS_OPTIMIZERS,
 )
 
 _ROOTS_IN_WORDS = "the parts of solotune, torch.optim, torchao.optim, bitsandbytes.optim"
@@ -47,16 +50,30 @@ DEFAULT_PATHS = {
     "model": "solotune.models.auto",
     "tokenizer": "solotune.tokenizers.auto",
 }
-# What our keys may name of the ROOTS; a key that only a copied recipe has may name any.
-_ROOTS_BY_KEY = {
-    "dataset": ("solotune.data",),
-    "dataset_val": ("solotune.data",),
-    "loss": ("solotune.losses",),
-    "lr_scheduler": ("solotune.training",),
-    "model": ("solotune.models",),
-    "optimizer": ("solotune.optim", "torch.optim", "torchao.optim", "bitsandbytes.optim"),
-    "tokenizer": ("solotune.tokenizers",),
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one of our keys takes: in a word, from which ROOTS, and the type it is or returns."""
+
+    word: str
+    roots: tuple[str, ...]
+    type_path: str
+
+
+# A key that only a copied recipe has may name anything of the ROOTS.
+_KINDS = {
+    "dataset": Kind("data set", ("solotune.data",), "solotune.data.SampleSet"),
+    "dataset_val": Kind("data set", ("solotune.data",), "solotune.data.SampleSet"),
+    "loss": Kind("loss", ("solotune.losses",), "torch.nn.Module"),
+    "lr_scheduler": Kind("schedule", ("solotune.training",), "solotune.training.schedule.Schedule"),
+    "model": Kind("model", ("solotune.models",), "solotune.models.Decoder"),
+    "optimizer": Kind(
+        "optimizer", ("solotune.optim", *_OTHERS_OPTIMIZERS), "torch.optim.Optimizer"
+    ),
+    "tokenizer": Kind("tokenizer", ("solotune.tokenizers",), "solotune.tokenizers.Tokenizer"),
 }
+_MANY_STEPS = 10**9  # of a run that is not known yet: more than any warmup
 # Of these a recipe always has one: a config that leaves the node out means the default.
 ALWAYS_THERE = ("loss", "model", "tokenizer")
 
@@ -126,16 +143,16 @@ class Component:
             fault = f"importing {module_name} failed: {type(error).__name__}: {error}"
             raise ConfigError(self._message(fault)) from error
         if not hasattr(module, name):
-            public = [n for n, o in vars(module).items() if self._kind_fault(n, o) is None]
+            public = [n for n, o in vars(module).items() if self._fault(n, o) is None]
             guess = suggest(name, public, prefix=f"{module_name}.")
             raise ConfigError(self._message(f"{module_name} has no {name}{guess}"))
         target = getattr(module, name)
-        fault = self._kind_fault(name, target)
+        fault = self._fault(name, target)
         if fault:
             raise ConfigError(self._message(fault))
         return target
 
-    def _kind_fault(self, name: str, target: Any) -> str | None:
+    def _fault(self, name: str, target: Any) -> str | None:
         """Judge the object itself, not the name it was found under: an import makes an alias."""
         if self.permissions.trusts(self.path):
             return None if callable(target) else f"{self.path} cannot be called"
@@ -149,9 +166,13 @@ class Component:
         if not at_home and self.permissions.beside_recipe(home):
             file = getattr(sys.modules.get(home), "__file__", None) or ""
             at_home = Path(file).resolve().is_relative_to(self.permissions.recipe_folder or file)
-        if at_home and target.__qualname__.isidentifier():
+        if not (at_home and target.__qualname__.isidentifier()):
+            really = f"{home}.{target.__qualname__}"
+            return f"{self.path} is really {really}: --trust {self.path} allows it"
+        kind = _KINDS.get(self.key)
+        if kind is None or _is_of(kind, target, unsaid=self.permissions.beside_recipe(self.path)):
             return None
-        return f"{self.path} is really {home}.{target.__qualname__}: --trust {self.path} allows it"
+        return _no_such_kind(self.path, kind)
 
     def check(self) -> list[str]:
         """Return the faults of the arguments, nested components included, by the signatures."""
@@ -185,6 +206,30 @@ class Component:
                 faults.append(f"{self.key}.{name}: {repair}{at(self.where)}")
         return faults + self._nested_faults()
 
+    def rehearse(self) -> list[str]:
+        """Build what needs no weights, for nothing; return what it refuses of its values.
+
+        What lies beside a copied recipe is left alone: that recipe may build it in its own way.
+        """
+        if self.permissions.beside_recipe(self.path) or self.permissions.trusts(self.path):
+            return []
+        try:
+            match self.key:
+                case "loss":
+                    self.build()
+                case "lr_scheduler":
+                    self.build(_MANY_STEPS)
+                case "optimizer":
+                    import torch  # the optimizer has imported it
+
+                    for name in ("lr", "weight_decay"):  # torchao takes any
+                        if isinstance(rate := self.arguments.get(name), int | float) and rate < 0:
+                            return [f"{self.key}.{name}={rate}: use 0 or more"]
+                    self.build([torch.nn.Parameter(torch.zeros(2, 2))])
+        except ConfigError as error:
+            return [str(error)]
+        return []
+
     def build(self, *args: Any, **offered: Any) -> Any:
         """Call the target with `args` and the config's arguments.
 
@@ -208,11 +253,16 @@ class Component:
             raise ConfigError(self._message(f"{self.path}: {error}")) from None
         try:
             return target(*args, **keywords)
-        except ValueError as error:  # how optimizers refuse a value
-            raise ConfigError(self._message(f"{self.path}: {error}")) from error
-        except RuntimeError as error:  # and a combination of values
-            if not any(_is_under(self.path, root) for root in _ROOTS_BY_KEY["optimizer"]):
+        except UserError:
+            raise
+        except Exception as error:
+            # A ValueError is about a value. Other libraries' optimizers also refuse one, or a
+            # combination, with whatever their code comes to.
+            theirs = any(_is_under(self.path, root) for root in _OTHERS_OPTIMIZERS)
+            if not (isinstance(error, ValueError) or theirs):
                 raise
+            if str(error).startswith(f"{self.key}."):
+                raise ConfigError(str(error)) from error
             raise ConfigError(self._message(f"{self.path}: {error}")) from error
 
     def _typed(self, name: str, parameter: inspect.Parameter | None) -> Any:
@@ -300,20 +350,51 @@ def value_node(value: Any) -> Node:
 def path_fault(path: str, permissions: Permissions, *, key: str = "") -> str | None:
     """Return what is wrong with a component's path as far as the text tells, without an import."""
     parts = path.split(".")
+    kind = _KINDS.get(key)
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        return f"{path} is not a dotted path as torch.optim.AdamW"
+        offered = [f"{r}.{name}" for r in (kind.roots if kind else ()) for name in _exported(r)]
+        return f"{path} is no dotted path{suggest(path, offered) or ', as torch.optim.AdamW is'}"
     if permissions.allows(path):
-        roots = _ROOTS_BY_KEY.get(key, ())
-        free = not roots or permissions.trusts(path) or permissions.beside_recipe(path)
-        if free or any(_is_under(path, root) for root in roots):
+        free = permissions.trusts(path) or permissions.beside_recipe(path)
+        if kind is None or free or any(_is_under(path, root) for root in kind.roots):
             return None
-        return f"{path} is none: name one of {', '.join(roots)}"
+        return _no_such_kind(path, kind)
     if parts[0] == "torchtune":
         return f"{path}: {torchtune.equivalent_component(path)}"
     return (
         f"{path} is outside what a config may name ({_ROOTS_IN_WORDS}):"
         f" --trust {path} allows it if you know its code"
     )
+
+
+def _no_such_kind(path: str, kind: Kind) -> str:
+    return f"{path} is no {kind.word}: name one of {', '.join(kind.roots)}"
+
+
+def _is_of(kind: Kind, target: Any, *, unsaid: bool) -> bool:
+    """Whether a class is of the kind or a builder says that it returns one.
+
+    `unsaid` is the answer for a builder without a return annotation.
+    """
+    module, _, name = kind.type_path.rpartition(".")
+    wanted = getattr(importlib.import_module(module), name)
+    given = target if inspect.isclass(target) else _signature(target).return_annotation
+    wanted, given = (typing.get_origin(each) or each for each in (wanted, given))
+    if given is inspect.Signature.empty or not inspect.isclass(given):
+        return unsaid
+    return issubclass(given, wanted)
+
+
+def _exported(package: str) -> list[str]:
+    """Return the names that a package's __init__ imports, by its text: torch is slow to import."""
+    top, *inner = package.split(".")
+    spec = importlib.util.find_spec(top)  # of a top-level name, so that nothing is imported
+    folders = spec.submodule_search_locations if spec else None
+    file = Path(folders[0], *inner, "__init__.py") if folders else Path()
+    if not file.is_file():
+        return []
+    imports = [n for n in ast.parse(file.read_text("utf-8")).body if isinstance(n, ast.ImportFrom)]
+    return [alias.asname or alias.name for node in imports for alias in node.names]
 
 
 def _signature(target: Any) -> inspect.Signature:

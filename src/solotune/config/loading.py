@@ -2,7 +2,10 @@
 
 import dataclasses
 import re
+import shlex
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,28 +28,56 @@ from solotune.config.nodes import (
     Scalar,
     at,
     dotted_keys,
+    lines_of_keys,
     plain,
     read_file,
     scalar_value,
     write,
 )
-from solotune.config.overrides import apply, open_shorthands, parse_override
+from solotune.config.overrides import apply, key_of, open_shorthands, parse_override
 from solotune.config.registry import recipes
 from solotune.config.schema import REQUIRED, Field, Schema, read_schema
 from solotune.config.suggest import suggest
-from solotune.errors import ConfigError
+from solotune.errors import ConfigError, UserError
 
 ConfigClass = TypeVar("ConfigClass")
-_LATER = ("ac_mode", "activation_offload_to", "adapter", "metric_logger", "profiler")
+_LATER = ("activation_offload_to", "adapter", "metric_logger", "profiler")
 _STAMP = re.compile(r"# solotune \S+ (\S+) sha256:")
+_KEY_OF_A_FAULT = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)(?:=|: )")
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a Config comes from: recipe by name or absolute path, config as the user called it."""
+    """Where a Config comes from: recipe by name or absolute path, config as the user called it.
+
+    `overrides` and `trust` are the words of the command line, `lines` the file and line of each
+    dotted key that the config file sets and nothing overrides.
+    """
 
     recipe: str
     config: str | None
+    overrides: tuple[str, ...] = ()
+    trust: tuple[str, ...] = ()
+    lines: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    def command(self, extra: Items[str] = ()) -> str:
+        """Return the `tune run` line that runs this again, quoted for a shell.
+
+        `extra` are overrides: they take the place of those that set the same key.
+        """
+        changed = {key_of(word) for word in extra}
+        words = ["tune", "run", self.recipe]
+        words += ["--config", self.config] if self.config else []
+        words += [word for name in self.trust for word in ("--trust", name)]
+        words += [word for word in self.overrides if key_of(word) not in changed]
+        return shlex.join([*words, *extra])
+
+    def located(self, fault: str) -> str:
+        """Return the fault with file and line of the key that it starts with, if it has them."""
+        match = _KEY_OF_A_FAULT.match(fault)
+        where = self.lines.get(match.group(1), "") if match else ""
+        file = where.rpartition(":")[0]
+        return fault if f"({file}:" in fault else f"{fault}{at(where)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +88,12 @@ class Loaded:
     origin: Origin
 
     def check_components(self) -> None:
-        """Import every component and raise ConfigError with all faults of their arguments."""
-        _raise([fault for c in components_in(self.values) for fault in c.check()])
+        """Import every component and raise ConfigError with all faults of their arguments.
+
+        Those that need no weights are built once, so that they can refuse values themselves.
+        """
+        faults = [f for c in components_in(self.values) for f in c.check() or c.rehearse()]
+        _raise([self.origin.located(fault) for fault in faults])
 
     def instance(self, config_class: type[ConfigClass]) -> ConfigClass:
         """Return the recipe's own Config with these values."""
@@ -116,7 +151,9 @@ def load(
         fault = path_fault(component.path, permissions, key=component.key)
         faults += [f"{component.key}: {fault}{at(component.where)}"] if fault else []
     _raise(faults)
-    return Loaded(values, Origin(recipe_name, config_name or (str(config) if config else None)))
+    config_name = config_name or (str(config) if config else None)
+    lines = lines_of_keys(tree)
+    return Loaded(values, Origin(recipe_name, config_name, tuple(overrides), tuple(trust), lines))
 
 
 def _raise(faults: list[str]) -> None:
@@ -177,6 +214,16 @@ def _value(node: Node | None, field: Field, permissions: Permissions, config: Pa
 def origin(cfg: Any) -> Origin:
     """Return where a loaded Config comes from."""
     return cfg._origin
+
+
+@contextmanager
+def located(cfg: Any) -> Iterator[None]:
+    """Add file and line to a user's error whose message starts with a key, as `seed=-1: ...`."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (origin(cfg).located(str(error)),)
+        raise
 
 
 def resolved_yaml(cfg: Any) -> str:

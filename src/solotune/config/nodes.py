@@ -125,6 +125,19 @@ def dotted_keys(node: Node, key: str = "") -> list[str]:
     ]
 
 
+def lines_of_keys(node: Node, key: str = "") -> dict[str, str]:
+    """Return file and line of every dotted key below `node` that stands in a file."""
+    if isinstance(node, Scalar):
+        return {}
+    children = node.items.items() if isinstance(node, Mapping) else enumerate(node.items)
+    found = {}
+    for name, child in children:
+        inner = f"{key}.{name}" if key else str(name)
+        found |= {inner: child.where} if at(child.where) else {}
+        found |= lines_of_keys(child, inner)
+    return found
+
+
 def at(where: str) -> str:
     """Return the end of an error message that points at a line of a file."""
     return f" ({where})" if where not in ("", COMMAND_LINE) else ""

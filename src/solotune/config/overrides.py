@@ -25,7 +25,8 @@ class Override:
 def parse_override(word: str) -> Override:
     """Return the override that a word means; raises UsageError where it breaks the grammar."""
     deletes = word.startswith("~")
-    key, equals, text = word.removeprefix("~").partition("=")
+    _, equals, text = word.partition("=")
+    key = key_of(word)
     parts = tuple(key.split("."))
     if deletes and equals:
         raise UsageError(f"{word}: a deletion is ~key, without a value")
@@ -38,6 +39,11 @@ def parse_override(word: str) -> Override:
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return Override(parts, Scalar(text[1:-1], quoted=True))
     return Override(parts, Scalar(text, quoted=text == ""))
+
+
+def key_of(word: str) -> str:
+    """Return the key that an override sets or deletes."""
+    return word.removeprefix("~").partition("=")[0]
 
 
 def open_shorthands(tree: Mapping, schema: Schema, permissions: Permissions) -> None:
@@ -89,7 +95,8 @@ def apply(
     value = _opened(override.value) if path else override.value
     field = schema.get(override.parts[0])
     if last == "_component_" and path:  # naming another component replaces the node
-        return apply(tree, Override(tuple(path), value), schema, permissions)
+        named = Mapping({"_component_": value})
+        return apply(tree, Override(tuple(path), named), schema, permissions)
     is_node = isinstance(old, Mapping) and "_component_" in old.items
     if is_node or (field and field.takes_component and not path):
         value = _component_mapping(override.key, value, permissions)

@@ -7,7 +7,7 @@ from pathlib import Path
 from solotune.config.suggest import suggest
 from solotune.errors import ConfigError
 
-_RECIPE_LINE = re.compile(r"recipe:\s*[\"']?([^\s\"'#]+)")
+_RECIPE_LINE = re.compile(r"""recipe:\s*(?:"([^"]+)"|'([^']+)'|([^\s#].*?))\s*(?:\s#.*)?$""")
 
 
 def _folder(package: str) -> Path:
@@ -32,8 +32,19 @@ def recipe_of(config: Path) -> str | None:
     for line in config.read_text(encoding="utf-8-sig").splitlines():
         match = _RECIPE_LINE.match(line)
         if match:
-            return match.group(1)
+            return next(group for group in match.groups() if group)
     return None
+
+
+def find_recipe_of(config: Path) -> Path:
+    """Return the recipe that a config names; a path in it may start at the config's own folder."""
+    name = recipe_of(config)
+    if name is None:
+        raise ConfigError(
+            f"{config} names no recipe: add recipe: NAME as its first key, or --recipe NAME"
+        )
+    beside = config.parent / name
+    return beside if name.endswith(".py") and beside.is_file() else find_recipe(name)
 
 
 def find_recipe(name: str) -> Path:

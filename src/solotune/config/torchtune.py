@@ -1,4 +1,7 @@
-"""What torchtune's keys and components are called here: the one table, read for error messages."""
+"""What torchtune's keys and components are called here: the one table, read for error messages.
+
+A key that comes with a later version is marked so: nobody is sent to a key that is refused.
+"""
 
 import fnmatch
 
@@ -14,13 +17,12 @@ _KEYS = {
     "checkpointer.keep_last_n_checkpoints": "the key is keep_last_n_checkpoints",
     "*.num_output_chunks": "the key is loss.chunk_tokens",
     "num_output_chunks": "the key is loss.chunk_tokens",
-    "ac_option": "the key is ac_mode",
     "cudnn_deterministic_mode": "the key is deterministic",
     "custom_sharded_layers": "remove it: there is one device",
     "data_parallel_*": "remove it: there is one device",
     "tensor_parallel_*": "remove it: there is one device",
     "context_parallel_*": "remove it: there is one device",
-    "fsdp_*": "remove it: there is one device; resident_layers streams the weights",
+    "fsdp_*": "remove it: there is one device",
     "dataset*.conversation_column": "the key is dataset.column_map",
     "dataset*.conversation_style": "the key is dataset.format",
     "dataset*.data_files": "the key is dataset.source",
@@ -33,26 +35,31 @@ _KEYS = {
     "log_level": "remove it: facts are always printed",
     "log_peak_memory_stats": "remove it: the peak is always logged",
     "low_cpu_ram": "remove it: weights are streamed tensor by tensor",
-    "lora_alpha": "the key is adapter.alpha",
-    "lora_rank": "the key is adapter.rank",
-    "model.apply_lora_to_*": "the key is adapter.targets",
-    "model.lora_alpha": "the key is adapter.alpha",
-    "model.lora_attn_modules": "the key is adapter.targets",
-    "model.lora_dropout": "the key is adapter.dropout",
-    "model.lora_rank": "the key is adapter.rank",
-    "model.quantize_base": "the key is adapter.quantize_base",
-    "model.use_dora": "the key is adapter.dora",
+    "lora_alpha": "the key is adapter.alpha (in a later version)",
+    "lora_rank": "the key is adapter.rank (in a later version)",
+    "model.apply_lora_to_*": "the key is adapter.targets (in a later version)",
+    "model.lora_alpha": "the key is adapter.alpha (in a later version)",
+    "model.lora_attn_modules": "the key is adapter.targets (in a later version)",
+    "model.lora_dropout": "the key is adapter.dropout (in a later version)",
+    "model.lora_rank": "the key is adapter.rank (in a later version)",
+    "model.quantize_base": "the key is adapter.quantize_base (in a later version)",
+    "model.use_dora": "the key is adapter.dora (in a later version)",
     "optimizer_cpu_offload": "the key is optimizer_state",
-    "save_adapter_weights_only": "remove it: an adapter is saved beside a merged model on request",
+    "save_adapter_weights_only": "remove it: adapters come in a later version",
     "tokenizer.merges_file": "remove it: tokenizer.path names the folder",
     "tokenizer.prompt_template": "the key is tokenizer.chat_template",
     "tokenizer.special_tokens_path": "remove it: tokenizer.path names the folder",
 }
 
+# Names that other trainers use for what torchtune and we call the same.
+_OTHER_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "*.learning_rate": "optimizer.lr",
+}
+
 _COMPONENTS = {
     "torchtune.data.*template*": "set tokenizer.chat_template",
-    "torchtune.datasets.alpaca*_dataset": "use solotune.data.dataset with source=tatsu-lab/alpaca",
-    "torchtune.datasets.*": "use solotune.data.dataset with source=<file or Hub name>",
+    "torchtune.datasets.*": "use solotune.data.dataset with source=<file>",
     "torchtune.models.*_tokenizer": "use solotune.tokenizers.auto",
     "torchtune.models.*": "use solotune.models.auto, which reads checkpoint_dir/config.json",
     "torchtune.modules.loss.*": "use solotune.losses.LinearCrossEntropy",
@@ -66,6 +73,9 @@ _COMPONENTS = {
 
 def equivalent_key(key: str) -> str:
     """Return `; it is torchtune's: <repair>`, or an empty text for a key not of the table."""
+    for pattern, ours in _OTHER_NAMES.items():
+        if fnmatch.fnmatchcase(key, pattern):
+            return f"; the key is {ours}"
     for pattern in (key, *(p for p in _KEYS if "*" in p)):
         if pattern in _KEYS and fnmatch.fnmatchcase(key, pattern):
             return f"; it is torchtune's: {_KEYS[pattern]}"
