@@ -1,7 +1,9 @@
 """Wheel, sdist and editable install hold the same package: the one of the tree."""
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,3 +133,22 @@ def test_the_library_imports_neither_recipes_nor_the_command():
         for name in ("solotune.recipes", "solotune.cli", "solotune.recipe_configs"):
             assert f"import {name}" not in text, path
             assert f"from {name}" not in text, path
+
+
+def test_every_library_that_is_imported_is_a_dependency():
+    extras = SETTINGS["project"]["optional-dependencies"]
+    named = SETTINGS["project"]["dependencies"] + extras["gguf"] + extras["plot"]
+    declared = {re.split(r"[^\w-]", word)[0] for word in named}
+    other_names = {"yaml": "pyyaml", "pyarrow": "datasets"}  # pyarrow comes with it
+    for folder in ("src", "cli", "recipes"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    modules = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    modules = [node.module or ""]
+                else:
+                    continue
+                for module in {name.partition(".")[0] for name in modules}:
+                    if module not in sys.stdlib_module_names and module != "solotune":
+                        assert other_names.get(module, module) in declared, path
