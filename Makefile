@@ -12,7 +12,8 @@ PROMPTS := runs/quickstart_prompts.txt
 
 .PHONY: test check venv quickstart dist
 
-test: venv
+# The tests of real weights read the quickstart's model.
+test: venv $(MODEL)/config.json
 	$(BIN)/python -m pytest
 
 check: venv
