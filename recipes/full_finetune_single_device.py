@@ -18,7 +18,7 @@ Shapes: B rows of a micro-batch, S tokens a row, D width, M segments a row.
 """
 
 import math
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -83,7 +83,7 @@ class Config:
 
     # memory
     device: str = "auto"  # auto: cuda, xpu, mps, cpu, the first that is there
-    dtype: str = "bf16"  # bf16 or fp32, of matrices; one-dimensional parameters are always fp32
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of matrices; one-dimensional parameters are fp32
     enable_activation_checkpointing: bool = True  # keep block inputs, compute the rest again
     ac_mode: Literal["full", "selective"] = "full"  # which blocks, or what of them: ac_option
     ac_option: int | Literal["op"] | None = None  # selective: every k-th block; op: keep attention
@@ -341,7 +341,8 @@ def main(cfg: Config) -> None:
             )
         log.facts(f"step {progress.step}: saved {folder}{' (best)' if best else ''}")
 
-    with stop_on_signals() as stop, log.running(total_steps, first_step=progress.step):
+    running = log.running(total_steps, first_step=progress.step)
+    with stop_on_signals() as stop, closing(stepper), running:
         if loader_val and progress.step == 0:
             validate_on(loader_val)
         for epoch in range(progress.epoch, cfg.epochs):
@@ -378,12 +379,9 @@ def main(cfg: Config) -> None:
                 if save_due or stop:
                     save(best=best)
                 if stop and progress.step < total_steps:
-                    log.facts(
-                        f"stopped by {stop.signal_name}; go on with: tune run {origin(cfg).recipe} "
-                        f"--config {output_dir}/config.yaml resume_from_checkpoint={output_dir}"
-                    )
+                    again = origin(cfg).command([f"resume_from_checkpoint={output_dir}"])
+                    log.facts(f"stopped by {stop.signal_name}; go on with: {again}")
                     return
-    stepper.close()
     print(checkpoint.finish())
 
 

@@ -12,7 +12,7 @@ import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Config:
     tokenizer: Component
     checkpoint_dir: str  # a Hugging Face folder, or the folder of a run
     device: str = "auto"  # auto: cuda, xpu, mps, cpu, the first that is there
-    dtype: str = "bf16"  # bf16 or fp32
+    dtype: Literal["bf16", "fp32"] = "bf16"
 
     prompt: str | None = None  # one prompt
     prompts_file: str | None = None  # .txt: one a line; json, jsonl, csv: prompt or messages
