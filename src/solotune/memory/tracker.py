@@ -1,0 +1,251 @@
+"""What is alive during a step, by what it is for: every storage from its first operator to its end.
+
+A dispatch mode sees each tensor that an operator takes or returns, and a weak reference tells when
+its storage is freed. So it works on CPU, on a card, and on meta and fake tensors, which have no
+memory at all. It does not see what an operator allocates and frees inside itself (sorting, a fused
+loss, a matrix product's workspace), except inside custom operators that are written in Python;
+on fake tensors these are opaque too. Compiled code is opaque: inside, everything runs uncompiled.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from solotune.memory.host import HostMemory
+from solotune.memory.optimizer_state import SMALLEST_BYTES
+from solotune.memory.stepping import Stepper
+from solotune.memory.timeline import CATEGORIES, PLACES, Timeline
+from solotune.models import Decoder
+
+
+@dataclass(eq=False)
+class _Life:
+    """A storage's use for one thing; `source`: what it is a copy of, whose category it shares."""
+
+    num_bytes: int
+    place: str
+    category: str
+    source: "_Life | None" = None
+
+    def final_category(self) -> str:
+        return self.category if self.source is None else self.source.final_category()
+
+
+class MemoryTracker:
+    """Follows live storages while it is entered; `timeline()` tells afterwards what was alive.
+
+    A storage's category may become known late (a gradient is one when it is handed to a weight): it
+    then counts for its whole life. Takes a new tracker each step.
+    """
+
+    def __init__(
+        self, model: Decoder, *, loss_fn: nn.Module, stepper: Stepper, host: HostMemory
+    ) -> None:
+        self.model, self.loss_fn, self.stepper, self.host = model, loss_fn, stepper, host
+        self._live: dict[int, _Life] = {}  # by the address of the storage object
+        self._ends: dict[int, weakref.ref] = {}
+        self._before: list[_Life] = []  # what was alive at the start
+        self._events: list[tuple[float, str, _Life, int]] = []
+        self._within: list[str] = []  # forward, loss, step: the innermost last
+        self._phase = "forward"
+        self._undo = ExitStack()
+
+    def __enter__(self) -> "MemoryTracker":
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._mark(tensor, "weights")
+        self._mark_gradients(self.model.parameters())
+        self._mark_state()
+        for module in (*self.model.blocks, self.model.norm, self.loss_fn):
+            enter = partial(self._enter, "loss" if module is self.loss_fn else "forward")
+            self._undo.callback(module.register_forward_pre_hook(enter).remove)
+            leave = module.register_forward_hook(self._leave, always_call=True)
+            self._undo.callback(leave.remove)
+        self._undo.enter_context(_replaced(self.stepper, "step", self._step))
+        self._undo.enter_context(_replaced(self.host, "take_buffer", self._take_buffer))
+        self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+        self._undo.enter_context(_Operators(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._undo.close()
+        self._mark_gradients(self.model.parameters())
+        self._mark_state()
+        self._ends.clear()
+
+    def timeline(self) -> Timeline:
+        """Return what was alive, after the tracker is left."""
+        keys = [(place, category) for place in PLACES for category in CATEGORIES]
+        column = {key: index for index, key in enumerate(keys)}
+        deltas = np.zeros((len(self._events) + 1, len(keys)), dtype=np.int64)
+        for life in self._before:
+            deltas[0, column[life.place, life.final_category()]] += life.num_bytes
+        for row, (_, _, life, sign) in enumerate(self._events, start=1):
+            deltas[row, column[life.place, life.final_category()]] += sign * life.num_bytes
+        times = [event[0] for event in self._events]
+        return Timeline(
+            np.array([*times[:1], *times]) - np.array(times[:1]),
+            ["forward", *(event[1] for event in self._events)],
+            dict(zip(keys, deltas.cumsum(0).T, strict=True)),
+        )
+
+    def see(self, tensor: Tensor, *, is_new: bool) -> list[_Life]:
+        """Note what lives in a tensor; not `is_new`: unless known, it was alive at the start."""
+        lives = []
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            key = storage._cdata
+            if key not in self._live:
+                on_host = part.device.type == "cpu" != self.model.device.type
+                place = "host" if on_host else "device"
+                life = _Life(storage.nbytes(), place, self._category(part, is_new=is_new))
+                self._live[key] = life
+                self._ends[key] = weakref.ref(storage, partial(self._end, key))
+                if is_new:
+                    self._event(life, 1)
+                else:
+                    self._before.append(life)
+            lives.append(self._live[key])
+        return lives
+
+    def _end(self, key: int, _: weakref.ref) -> None:
+        del self._ends[key]
+        self._event(self._live.pop(key), -1)
+
+    def _event(self, life: _Life, sign: int) -> None:
+        if self._within:
+            self._phase = "step" if self._within[-1] == "step" else "forward"
+        elif _in_backward():
+            self._phase = "backward"
+        self._events.append((time.perf_counter(), self._phase, life, sign))
+
+    def _category(self, tensor: Tensor, *, is_new: bool) -> str:
+        within = self._within[-1] if self._within else None
+        if within == "step":
+            return "optimizer state"
+        if within == "loss" and tensor.is_floating_point():
+            if tensor.shape == self.model.output_weight.shape:
+                return "gradients"  # also its fp32 sum over chunks
+            is_row = tensor.shape[-1:] == self.model.output_weight.shape[-1:]
+            return "activations" if is_row else "logits"
+        return "activations" if is_new and (within or _in_backward()) else "other"
+
+    def _mark(self, tensor: Tensor, category: str, place: str | None = None) -> None:
+        for life in self.see(tensor, is_new=False):
+            life.category, life.place = category, place or life.place
+
+    def _mark_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._mark(parameter.grad, "gradients")
+
+    def _mark_state(self) -> None:
+        for parameter in self.stepper.optimizer.state:
+            for part, place in state_parts(self.stepper, parameter):
+                self._mark(part, "optimizer state", None if place == "device" else place)
+
+    # What stands around the code that runs.
+
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._within.append(name)
+        for leaf in tree_leaves(args):  # a block's input is made before any block
+            for life in self.see(leaf, is_new=False) if isinstance(leaf, Tensor) else ():
+                life.category = "activations" if life.category == "other" else life.category
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        self._within.pop()
+
+    def _step(
+        self, step: Callable[[list[nn.Parameter]], None], parameters: Iterable[nn.Parameter]
+    ) -> None:
+        parameters = list(parameters)
+        self._mark_gradients(parameters)
+        self._within.append("step")
+        step(parameters)
+        self._within.pop()
+
+    def _take_buffer(self, take: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+        self._mark_gradients(self.model.parameters())  # of which it may be one
+        (source,), buffer = self.see(like, is_new=False), take(like)
+        (life,) = self.see(buffer, is_new=True)
+        if life.place == "host" and life.source is not None:  # used again: for something else
+            self._event(life, -1)
+            life = _Life(life.num_bytes, life.place, life.category)
+            self._live[buffer.untyped_storage()._cdata] = life
+            self._event(life, 1)
+        life.place, life.source = "host", source
+        return buffer
+
+
+class _Operators(TorchDispatchMode):
+    """Shows a tracker the tensors of every operator."""
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(is_traceable_wrapper_subclass(tensor) for tensor in inputs):
+            return NotImplemented  # its own operators on its parts come by
+        for tensor in inputs:
+            self._tracker.see(tensor, is_new=False)
+        result = self._run(func, inputs, args, kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._tracker.see(leaf, is_new=True)
+        return result
+
+    def _run(self, func, inputs: list[Tensor], args, kwargs):
+        is_real = inputs and not any(isinstance(t, FakeTensor) or t.is_meta for t in inputs)
+        if func.namespace == "aten" or not is_real:
+            return func(*args, **kwargs)
+        # A custom operator: run its kernel with eyes open. The key leads past this mode.
+        device = next((t.device.type for t in inputs if not t.is_cpu), "cpu")
+        key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
+        with self:
+            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
+
+
+def state_parts(stepper: Stepper, parameter: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """Yield the plain tensors of a parameter's optimizer state, and where each is between steps."""
+    home = stepper.home
+    away = "host" if home is None or home.folder is None else "disk"
+    for value in tree_leaves(dict(stepper.optimizer.state[parameter])):
+        for part in _parts(value) if isinstance(value, Tensor) else ():
+            is_away = home is not None and part.nbytes >= SMALLEST_BYTES
+            yield part, away if is_away else "device"
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor consists of: itself, or the parts of a subclass."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Let `by(method, ...)` stand for a method of `owner`."""
+    setattr(owner, name, partial(by, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        delattr(owner, name)
