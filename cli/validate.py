@@ -42,8 +42,8 @@ def main(words: list[str]) -> int:
         if options.recipe:
             raise UsageError(f"{options.name} and --recipe {options.recipe}: name one recipe")
         options.recipe = options.name
-    else:
-        options.config = options.config or options.name
+    elif options.name:
+        options.config = options.name
     if not (options.config or options.recipe):
         raise UsageError("name a config: tune validate CONFIG (`tune ls` lists them)")
 

@@ -191,8 +191,8 @@ def test_column_map_names_the_columns_of_the_file(load_rows: Load, tokenizer: To
     ("column_map", "message"),
     [
         (
-            {"instuction": "Frage"},
-            r"instuction=Frage: no format has a column instuction; .*tion\?",
+            {"inputt": "Frage"},
+            r"inputt=Frage: no format has a column inputt; .* input\?",
         ),
         ({"instruction": "Frge"}, r"instruction=Frge: .*, line 1 has no column Frge; .* Frage\?"),
         ({"tools": "xxxxxx"}, r"tools=xxxxxx: .* no column xxxxxx \(columns: Frage, Antwort\)"),

@@ -21,10 +21,10 @@ _WORDS = {int: "a whole number", float: "a number", bool: "True or False", type(
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """The smallest value of a parameter, in its annotation: `Annotated[int, AtLeast(1)]`."""
+class Minimum:
+    """The smallest value of a parameter, in its annotation: `Annotated[int, Minimum(1)]`."""
 
-    least: int
+    value: int
 
 
 class Misfit(Exception):
@@ -43,8 +43,8 @@ def fit(node: Node, annotation: Any, default: Callable[[Node], Any] = plain) -> 
     value = _try(_opened(node, members), members, default)
     if value is not _NO_FIT:
         for bound in _bounds(annotation):
-            if isinstance(value, int | float) and value < bound.least:
-                raise Misfit(f"{bound.least} or more is needed, not {_show(node)}")
+            if isinstance(value, int | float) and value < bound.value:
+                raise Misfit(f"{bound.value} or more is needed, not {_show(node)}")
         return value
     has_plain = any(_is_plain(member) for member in members)
     has_other = any(not _is_plain(member) for member in members if member is not type(None))
@@ -64,10 +64,10 @@ def _members(annotation: Any) -> list[Any]:
     return [type(None) if annotation is None else annotation]
 
 
-def _bounds(annotation: Any) -> list[AtLeast]:
+def _bounds(annotation: Any) -> list[Minimum]:
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return [bound for member in typing.get_args(annotation) for bound in _bounds(member)]
-    return [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, AtLeast)]
+    return [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Minimum)]
 
 
 def _opened(node: Node, members: list[Any]) -> Node:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from solotune.config.fitting import AtLeast
+from solotune.config.fitting import Minimum
 from solotune.data.chat import History, Span, TrainOn, chat_samples
 from solotune.data.files import Row, read_rows
 from solotune.data.messages import (
@@ -49,7 +49,7 @@ def dataset(
     history: History = "per_turn",
     packed: bool = True,
     on_bad_row: Literal["stop", "skip"] = "stop",
-    max_rows: Annotated[int, AtLeast(1)] | None = None,
+    max_rows: Annotated[int, Minimum(1)] | None = None,
 ) -> SampleSet:
     """Samples from a json, jsonl, csv or parquet file.
 
@@ -86,7 +86,7 @@ def build_samples(
     history: History = "per_turn",
     packed: bool = True,
     on_bad_row: Literal["stop", "skip"] = "stop",
-    max_rows: Annotated[int, AtLeast(1)] | None = None,
+    max_rows: Annotated[int, Minimum(1)] | None = None,
 ) -> SampleSet:
     """Samples from any iterator of rows, by the rules of `dataset`."""
     report = Report(source=source, format=format)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from solotune.config.fitting import AtLeast
+from solotune.config.fitting import Minimum
 from solotune.data.dataset import build_samples
 from solotune.data.files import Row
 from solotune.data.samples import SampleSet, row_hash
@@ -53,7 +53,7 @@ def pydoc_dataset(
     *,
     split: Split = "train",
     packed: bool = True,
-    max_rows: Annotated[int, AtLeast(1)] | None = None,
+    max_rows: Annotated[int, Minimum(1)] | None = None,
     train_on_input: bool = False,
 ) -> SampleSet:
     """Questions about the functions, classes and methods of Python's standard library.

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import tokenizers
 
-from solotune.config.fitting import AtLeast
+from solotune.config.fitting import Minimum
 from solotune.errors import CheckpointError, ConfigError, DataError, UserError
 from solotune.tokenizers.chat_template import (
     CHATML,
@@ -333,7 +333,7 @@ def auto(
     checkpoint_dir: str | Path,
     *,
     path: str | None = None,
-    max_seq_len: Annotated[int, AtLeast(2)] = 2048,  # a shorter row would have no target
+    max_seq_len: Annotated[int, Minimum(2)] = 2048,  # a shorter row would have no target
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Tokenizer:
