@@ -220,7 +220,7 @@ ROBOT = {"messages": [USER, {"role": "robot", "content": "x"}]}
     [
         (None, [], r"dataset\.source=.*rows\.jsonl: no such file; give the path of a json"),
         ("", [], r"rows\.jsonl leaves nothing to train on: 0 rows"),
-        (b'{"prompt": "caf\xe9"}\n', [], r"rows\.jsonl, line 1: not UTF-8 at byte 15 .*save it"),
+        (b'{"prompt": "\xe9"}\n', [], r"rows\.jsonl, line 1: not UTF-8 at byte 12 .*save it"),
         (
             jsonl(*[{"text": "a"}] * 3),  # field case 2
             ["dataset.format=messages"],

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def test_final_opens_in_transformers_without_a_warning_and_gives_the_same_logits
 
     final = train(RECIPE)
     capsys.readouterr()
-    theirs, facts = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    theirs, facts = loaded
     tokenizer = AutoTokenizer.from_pretrained(final)
     assert not any(facts.values()), facts
     assert theirs.generation_config.eos_token_id == [257, 259]
