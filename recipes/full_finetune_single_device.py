@@ -32,7 +32,9 @@ from solotune.config import Component, ConfigError, origin, resolved_yaml, run_r
 from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
 from solotune.memory import (
     LAYER_MAJOR_FACT,
+    MEMORY_KEYS,
     HostMemory,
+    MemoryReport,
     StateHome,
     Stepper,
     checkpoint_blocks,
@@ -93,6 +95,7 @@ class Config:
     optimizer_state: Literal["device", "host", "disk"] = "device"  # where it is between steps
     resident_layers: int | None = None  # null: all; streaming comes with a later version
     plan: bool = False  # comes with a later version
+    log_memory: bool = False  # what the peak is made of, and memory.png; tracked steps are slow
 
     # optimization
     optimizer: Component
@@ -341,6 +344,8 @@ def main(cfg: Config) -> None:
             )
         log.facts(f"step {progress.step}: saved {folder}{' (best)' if best else ''}")
 
+    keys = {key: getattr(cfg, key) for key in MEMORY_KEYS}
+    memory = MemoryReport(model, loss_fn=loss_fn, stepper=stepper, host=host, log=log, on=keys)
     running = log.running(total_steps, first_step=progress.step)
     with stop_on_signals() as stop, closing(stepper), running:
         if loader_val and progress.step == 0:
@@ -351,7 +356,8 @@ def main(cfg: Config) -> None:
             steps_left = max(0, steps_per_epoch - math.ceil(progress.batch / accumulation))
             for group in islice(accumulation_groups(batches, accumulation), steps_left):
                 lr = set_lr(optimizer, lr_factor(progress.step + 1))
-                loss, grad_norm = train_step(cfg, model, loss_fn, stepper, group, host)
+                with memory.step(progress.step + 1, group):
+                    loss, grad_norm = train_step(cfg, model, loss_fn, stepper, group, host)
                 num_targets = sum(batch.num_targets for batch in group)
                 progress.advance(group)
                 log.facts(*stepper.news())

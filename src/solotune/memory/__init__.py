@@ -9,4 +9,6 @@ from solotune.memory.offload import offload_activations as offload_activations
 from solotune.memory.optimizer_in_backward import register_steps as register_steps
 from solotune.memory.optimizer_in_backward import step_in_backward as step_in_backward
 from solotune.memory.optimizer_state import StateHome as StateHome
+from solotune.memory.out_of_memory import MEMORY_KEYS as MEMORY_KEYS
+from solotune.memory.report import MemoryReport as MemoryReport
 from solotune.memory.stepping import Stepper as Stepper
