@@ -18,12 +18,13 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from figures import GIB, conditions, cpu_name, table, write_figures
+from random_model import RandomTensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 
 from solotune.checkpoint.load import stored_weights
 from solotune.checkpoint.safetensors_file import SourceTensor
@@ -31,8 +32,6 @@ from solotune.checkpoint.save import write_json, write_weights
 from solotune.models.llama import llama, llama3_1_8b
 
 SAMPLING_SECONDS = 0.2
-STD = 0.02  # of the random matrices
-NUM_RANDOM = 67_108_859  # prime, so no two rows of a matrix start at the same place of the stream
 BOS, EOS, BOS_ID, EOS_ID = "<|begin_of_text|>", "<|end_of_text|>", 128000, 128001
 TEXTS = (
     "A model that does not fit is cut where the knife hurts least. Its weights stay, since every "
@@ -128,13 +127,12 @@ def make_model(folder: Path, *, layers: int, width: int) -> int:
 
     start = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(42)
-    stream = torch.empty(NUM_RANDOM, dtype=torch.bfloat16).normal_(0, STD, generator=generator)
-    sources = [
-        SourceTensor(decoder.to_hf_key(name), torch.bfloat16, tuple(parameter.shape), get)
-        for index, (name, parameter) in enumerate(decoder.named_parameters())
-        for get in [lambda shape=parameter.shape, index=index: fill(stream, shape, index)]
-    ]
+    random = RandomTensors()
+    sources = []
+    for index, (name, parameter) in enumerate(decoder.named_parameters()):
+        shape = tuple(parameter.shape)
+        make = partial(random.cut, shape, index)
+        sources.append(SourceTensor(decoder.to_hf_key(name), torch.bfloat16, shape, make))
     write_weights(folder, sources)
     write_tokenizer(folder)
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
@@ -143,23 +141,6 @@ def make_model(folder: Path, *, layers: int, width: int) -> int:
     seconds = time.monotonic() - start
     print(f"{num_parameters:,} random parameters in {seconds:.0f} s: {folder}", flush=True)
     return num_parameters
-
-
-def fill(stream: Tensor, shape: torch.Size, index: int) -> Tensor:
-    """Return ones for a norm, and for the `index`-th parameter a piece of the stream of its own.
-
-    The stream begins again where it ends. To draw 8 billion numbers would take minutes.
-    """
-    if len(shape) == 1:
-        return torch.ones(shape)
-    flat = torch.empty(shape.numel(), dtype=stream.dtype)
-    start = index * 1_000_003 % len(stream)
-    done = 0
-    while done < len(flat):
-        piece = stream[start : start + len(flat) - done]
-        flat[done : done + len(piece)] = piece
-        done, start = done + len(piece), 0
-    return flat.view(shape)
 
 
 def write_tokenizer(folder: Path) -> None:

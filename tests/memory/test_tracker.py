@@ -77,7 +77,7 @@ def test_the_peak_is_the_allocators_within_two_percent(
 
     truth = allocated(tracked)
     total = tracker.timeline().total("device", "host")
-    print(f"{on}: allocator {truth.peak:,}, tracker {total.max() - total[0]:,}")
+    print(f"{dtype} {on}: allocator {truth.peak:,}, tracker {total.max() - total[0]:,}")
     assert total.max() - total[0] == pytest.approx(truth.peak, rel=0.02)
     assert total[-1] - total[0] == truth.left
 
