@@ -38,11 +38,15 @@ NOTHING_ON: dict[str, Any] = {
     "optimizer_in_bwd": False,
     "optimizer_state": "device",
 }
-CHECKPOINTING = {"enable_activation_checkpointing": True}
-OFFLOADING = CHECKPOINTING | {"enable_activation_offloading": True}
-IN_BACKWARD = {"optimizer_in_bwd": True, "clip_grad_norm": None}
-LAYER_MAJOR = {"optimizer_in_bwd": True, "clip_grad_norm": None, "gradient_accumulation_steps": 3}
-CLIPPED = LAYER_MAJOR | {"clip_grad_norm": 1.0}
+CHECKPOINTING: dict[str, Any] = {"enable_activation_checkpointing": True}
+OFFLOADING: dict[str, Any] = CHECKPOINTING | {"enable_activation_offloading": True}
+IN_BACKWARD: dict[str, Any] = {"optimizer_in_bwd": True, "clip_grad_norm": None}
+LAYER_MAJOR: dict[str, Any] = {
+    "optimizer_in_bwd": True,
+    "clip_grad_norm": None,
+    "gradient_accumulation_steps": 3,
+}
+CLIPPED: dict[str, Any] = LAYER_MAJOR | {"clip_grad_norm": 1.0}
 
 
 class OneStep:

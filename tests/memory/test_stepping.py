@@ -1,8 +1,9 @@
 """A step of some parameters leaves the others alone, whatever the optimizer."""
 
 from collections.abc import Callable
+from typing import Any
 
-import bitsandbytes as bnb
+import bitsandbytes.optim
 import pytest
 import torch
 from torch import nn
@@ -11,15 +12,16 @@ from solotune.memory import Stepper
 from solotune.memory import stepping as stepping_file
 from solotune.optim import AdamWKahan
 
+BNB: Any = bitsandbytes.optim
 OPTIMIZERS: dict[str, Callable] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "AdamWKahan": lambda p: AdamWKahan(p, lr=1e-2),
-    "bitsandbytes AdamW8bit": lambda p: bnb.optim.AdamW8bit(p, lr=1e-2),
-    "bitsandbytes Lion8bit": lambda p: bnb.optim.Lion8bit(p, lr=1e-2),
-    "bitsandbytes AdEMAMix8bit": lambda p: bnb.optim.AdEMAMix8bit(p, lr=1e-2),
+    "bitsandbytes AdamW8bit": lambda p: BNB.AdamW8bit(p, lr=1e-2),
+    "bitsandbytes Lion8bit": lambda p: BNB.Lion8bit(p, lr=1e-2),
+    "bitsandbytes AdEMAMix8bit": lambda p: BNB.AdEMAMix8bit(p, lr=1e-2),
 }
 SIZES = [(64, 64), (64,), (100, 70), (5000,)]
 
