@@ -207,7 +207,7 @@ def measure(work: Work, on: frozenset[str], random: RandomTensors, device: torch
     if "8-bit state" in on:
         import bitsandbytes as bnb
 
-        stepper = Stepper(bnb.optim.AdamW8bit(groups, lr=1e-5))
+        stepper = Stepper(bnb.optim.AdamW8bit(groups, lr=1e-5))  # pyright: ignore[reportPrivateImportUsage]
     else:
         stepper = Stepper(torch.optim.AdamW(groups, lr=1e-5, fused=True))
     if "optimizer in backward" in on:
