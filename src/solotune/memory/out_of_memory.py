@@ -197,7 +197,7 @@ def advice(
     saving = [one for one in saving if one[1] > 0]
     enough = [one for one in saving if one[1] >= needed]
     if enough:
-        return "each of these would save enough, the cheapest first:", enough[:3]
+        return "each of these alone would save enough, the cheapest first:", enough[:3]
     together: dict[str, Any] = {}
     for count, (change, _, _) in enumerate(saving, start=1):
         together |= change
