@@ -1,7 +1,9 @@
 """All micro-batches go through one block before the next, and one block's gradients are alive."""
 
 import math
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -52,6 +54,25 @@ def test_one_block_of_gradients_is_alive_at_a_time(tied: bool) -> None:
     assert head == bytes_of(model.norm) + model.output_weight.nbytes
     assert all(p.grad is None for p in model.parameters())
     print(f"gradients: {block} bytes of {bytes_of(model)}")
+
+
+def test_the_second_pass_of_clipping_brings_gradients_back_two_at_a_time() -> None:
+    model = tiny(num_hidden_layers=4)
+    alive: list[int] = []
+
+    class Counting(Stepper):
+        refs: ClassVar[list[weakref.ref]] = []
+
+        def step(self, parameters) -> None:
+            self.refs += [weakref.ref(p.grad) for p in parameters if p.grad is not None]
+            alive.append(sum(ref() is not None for ref in self.refs))
+            super().step(parameters)
+
+    stepper = Counting(torch.optim.SGD(model.parameters(), lr=0.1))
+    args = (model, LinearCrossEntropy(), stepper, BATCHES, TARGETS)
+    layer_major_step(*args, clip=1.0, host=HostMemory(CPU))
+    assert len(alive) == len(list(model.parameters()))
+    assert max(alive) <= 2
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -130,9 +130,11 @@ class _Parked:
 
     def give_back(self):
         """Yield each parameter with its gradient on the device, fetching one ahead."""
-        for index, (parameter, moved) in enumerate(self._moved):
-            if index + 1 < len(self._moved):
-                self._moved[index + 1][1].fetch()
+        self._moved.reverse()
+        while self._moved:
+            parameter, moved = self._moved.pop()  # what was given back is not kept here
+            if self._moved:
+                self._moved[-1][1].fetch()
             yield parameter, moved.take()
 
 

@@ -76,7 +76,8 @@ def _make_unused(folder: Path) -> Path:
 
 def remove_run(folder: Path) -> None:
     """Delete what runs write; a stranger's file in the folder stays."""
-    for name in ("config.yaml", "run.json", "metrics.jsonl", "latest", "best"):
+    files = "config.yaml run.json metrics.jsonl latest best memory.png memory_snapshot.pickle"
+    for name in files.split():
         (folder / name).unlink(missing_ok=True)
     for path in list(folder.iterdir()):
         if path.is_dir() and re.fullmatch(r"final|step_\d+", path.name):
