@@ -205,9 +205,9 @@ def measure(work: Work, on: frozenset[str], random: RandomTensors, device: torch
         checkpoint_blocks(model)
     groups = decay_groups(model)
     if "8-bit state" in on:
-        import bitsandbytes as bnb
+        from bitsandbytes.optim.adamw import AdamW8bit
 
-        stepper = Stepper(bnb.optim.AdamW8bit(groups, lr=1e-5))  # pyright: ignore[reportPrivateImportUsage]
+        stepper = Stepper(AdamW8bit(groups, lr=1e-5))  # pyright: ignore[reportPrivateImportUsage]
     else:
         stepper = Stepper(torch.optim.AdamW(groups, lr=1e-5, fused=True))
     if "optimizer in backward" in on:
