@@ -11,7 +11,7 @@ from solotune.training import set_dtype
 
 STD = 0.02  # of the matrices; norms are 1
 # Prime, so that no two rows of a matrix start at the same place of the stream.
-NUM_RANDOM = 67_108_859
+NUM_RANDOM = 1_048_583
 
 
 class RandomTensors:
