@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from solotune.training import clip_grad_norm
+from solotune.training import clip_grad_norm, clipping
 from tests.memory.allocations import allocated
 
 
@@ -75,3 +75,17 @@ def test_a_large_bf16_gradient_is_not_copied_to_fp32() -> None:
     parameter = nn.Parameter(torch.zeros(2**23, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
     assert allocated(lambda: clip_grad_norm([parameter], 1.0)).peak < parameter.nbytes / 3
+
+
+def test_measuring_transposed_gradients_copies_none_of_them() -> None:
+    """A weight gradient is often the transposed result of a product: a copy of all was a peak."""
+    parameters = [nn.Parameter(torch.zeros(64, 32, dtype=torch.bfloat16)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(32, 64).bfloat16().T
+        assert not parameter.grad.is_contiguous()
+    for parameter in parameters:
+        assert parameter.grad is not None
+        assert clipping._flat(parameter.grad).data_ptr() == parameter.grad.data_ptr()
+    norm = clip_grad_norm(parameters, None)
+    wanted = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+    assert torch.allclose(norm, wanted.float().norm(), rtol=1e-5)

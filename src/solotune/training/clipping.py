@@ -32,8 +32,13 @@ def _batches(grads: list[Tensor]) -> list[list[Tensor]]:
     On CPU pieces: its norm in fp32 copies a bf16 input, and an embedding's copy would be a peak.
     """
     if grads[0].device.type == "cpu":
-        return [[piece for grad in grads for piece in grad.flatten().split(2**20)]]
+        return [list(_flat(grad).split(2**20)) for grad in grads]
     return [[g for g in grads if g.dtype == dtype] for dtype in {g.dtype: None for g in grads}]
+
+
+def _flat(grad: Tensor) -> Tensor:
+    """Return all numbers of a gradient as a view: a matrix product may have left it transposed."""
+    return (grad if grad.is_contiguous() or grad.dim() < 2 else grad.mT).flatten()
 
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:
