@@ -3,7 +3,6 @@
 import math
 import weakref
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -59,13 +58,12 @@ def test_one_block_of_gradients_is_alive_at_a_time(tied: bool) -> None:
 def test_the_second_pass_of_clipping_brings_gradients_back_two_at_a_time() -> None:
     model = tiny(num_hidden_layers=4)
     alive: list[int] = []
+    refs: list[weakref.ref] = []
 
     class Counting(Stepper):
-        refs: ClassVar[list[weakref.ref]] = []
-
         def step(self, parameters) -> None:
-            self.refs += [weakref.ref(p.grad) for p in parameters if p.grad is not None]
-            alive.append(sum(ref() is not None for ref in self.refs))
+            refs.extend([weakref.ref(p.grad) for p in parameters if p.grad is not None])
+            alive.append(sum(ref() is not None for ref in refs))
             super().step(parameters)
 
     stepper = Counting(torch.optim.SGD(model.parameters(), lr=0.1))
