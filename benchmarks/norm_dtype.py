@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from figures import table, write_figures
 
 from solotune.checkpoint import load_weights
 from solotune.data import make_loader, pydoc_dataset
@@ -14,8 +15,6 @@ from solotune.losses import LinearCrossEntropy
 from solotune.models import auto
 from solotune.tokenizers import auto as auto_tokenizer
 from solotune.training import set_dtype
-
-BEGIN, END = "<!-- norms: written by benchmarks/norm_dtype.py -->", "<!-- end of norms -->"
 
 
 def losses(folder: Path, *, norm_dtype: torch.dtype, steps: int, lr: float) -> list[float]:
@@ -55,15 +54,12 @@ def main() -> None:
     run = {"steps": options.steps, "lr": options.lr}
     in_fp32 = losses(options.model, norm_dtype=torch.float32, **run)
     in_bf16 = losses(options.model, norm_dtype=torch.bfloat16, **run)
-    rows = ["| step | norms in fp32 | norms in bf16 |", "| --- | ---: | ---: |"]
-    for step, pair in enumerate(zip(in_fp32, in_bf16, strict=True), 1):
-        rows.append(f"| {step} | {pair[0]:.4f} | {pair[1]:.4f} |")
-    table = "\n".join(rows)
-    print(table)
+    pairs = enumerate(zip(in_fp32, in_bf16, strict=True), 1)
+    rows = [[f"{step}", f"{fp32:.4f}", f"{bf16:.4f}"] for step, (fp32, bf16) in pairs]
+    text = table(["step", "norms in fp32", "norms in bf16"], rows)
+    print(text)
     if options.out:
-        page = options.out.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        options.out.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+        write_figures(options.out, text, script="norm_dtype.py")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from figures import GIB, ROOT, cpu_name, table, write_figures
+
 DRIVERS = Path(__file__).resolve().with_suffix("")
 
 BATCH_SIZE, ROW_LENGTH, SEED = 2, 512, 42
@@ -107,7 +108,7 @@ def main() -> None:
     text = report(options, runs, work)
     print(f"\n{text}")
     if options.out:
-        write_figures(options.out, text)
+        write_figures(options.out, text, script="peers.py")
     gap = largest_loss_gap(runs, steps=COMPARED_STEPS)
     if gap > LOSS_TOLERANCE:
         sys.exit(f"error: the losses differ by {gap:.3f}: the peers did not do the same work")
@@ -286,16 +287,14 @@ def report(options: argparse.Namespace, runs: dict[str, list[Run]], work: list[d
 
 def conditions(options: argparse.Namespace) -> str:
     """Where, when and with what this was measured."""
-    cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line for line in cpu_lines if line.startswith("model name")), ": unknown CPU")
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     pins = (pin for name in environments(options.peers) for pin in REQUIREMENTS[name])
     versions = ", ".join(dict.fromkeys(pin for pin in pins if "==" in pin))
     return "  \n".join(
         (
-            f"{date.today()}, {cpu.split(':', 1)[1].strip()}, {os.cpu_count()} cores, "
+            f"{date.today()}, {cpu_name()}, {os.cpu_count()} cores, "
             f"{memory_gib:.0f} GiB, Linux {platform.release()}, {options.threads} threads.",
             f"solotune at {commit or 'an unknown commit'}, {versions}, "
             f"Python {platform.python_version()}.",
@@ -344,23 +343,6 @@ def losses_table(runs: dict[str, list[Run]], work: list[dict]) -> str:
         for i, (step, losses) in enumerate(zip(work, curves, strict=True), start=1)
     ]
     return table(["step", "token ids", "tokens", "targets", *runs], rows)
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, all columns but the first to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def write_figures(path: Path, text: str) -> None:
-    """Put the figures between the page's markers; what people wrote around them stays."""
-    begin, end = "<!-- figures: written by benchmarks/peers.py -->", "<!-- end of figures -->"
-    page = path.read_text() if path.exists() else f"{begin}\n{end}\n"
-    before, found, rest = page.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        sys.exit(f"error: {path} lacks {begin} or {end}: add both, or name another file")
-    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 if __name__ == "__main__":

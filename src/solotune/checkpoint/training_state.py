@@ -305,13 +305,14 @@ def _bytes_tensor(text: str) -> Tensor:
 def _environment(device: torch.device) -> dict[str, Any]:
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: package_version(name) for name in PACKAGES},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the installed version of a package, None where it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from solotune.checkpoint.folders import write_text
+from solotune.checkpoint.training_state import package_version
 from solotune.errors import ConfigError
 
 _PACKAGES = ("solotune", "torch", "torchao", "bitsandbytes", "tokenizers", "safetensors")
@@ -117,7 +117,7 @@ class RunLog:
     def write_run(self, device: torch.device, **facts: Any) -> None:
         """Write run.json: versions, device, and `facts`."""
         run = {
-            "versions": {name: _version(name) for name in _PACKAGES},
+            "versions": {name: package_version(name) for name in _PACKAGES},
             "python": platform.python_version(),
             "platform": platform.platform(),
             "device": str(device),
@@ -200,10 +200,3 @@ def peak_bytes(device: torch.device) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
