@@ -1,7 +1,9 @@
 """`tune cp`: copy a recipe or a config, to change it."""
 
 import hashlib
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 from solotune import __version__
 from solotune.config.command_line import Parser
@@ -19,6 +21,15 @@ The first line of the copy says what it is a copy of, with version and hash, so 
 later what changed. The copy runs from any folder; modules beside it may be named in its configs."""
 
 STAMP = "# solotune "
+_STAMP_LINE = re.compile(r"# solotune (\S+) (.+) sha256:([0-9a-f]+)")
+
+
+class Stamp(NamedTuple):
+    """What the first line of a copy says: version, name and start of the hash of the original."""
+
+    version: str
+    name: str
+    digest: str
 
 
 def main(words: list[str]) -> int:
@@ -52,3 +63,9 @@ def stamp(name: str, text: str) -> str:
     """Return the first line of a copy; `tune run` reads from it which configs fit the copy."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{STAMP}{__version__} {name} sha256:{digest[:16]}"
+
+
+def read_stamp(text: str) -> Stamp | None:
+    """Return what the first line of a copy says of its original, None where it says nothing."""
+    match = _STAMP_LINE.match(text)
+    return Stamp(*match.groups()) if match else None

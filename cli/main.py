@@ -13,6 +13,7 @@ VERBS = {
     "ls": "list the recipes and their configs",
     "cat": "print a recipe or a config",
     "cp": "copy a recipe or a config, to change it",
+    "diff": "show what a copy changes of its original",
     "validate": "check a config without reading any weights",
 }
 
