@@ -10,15 +10,8 @@ import numpy as np
 from solotune.config.fitting import Minimum
 from solotune.data.chat import History, Span, TrainOn, chat_samples
 from solotune.data.files import Row, read_rows
-from solotune.data.messages import (
-    Conversation,
-    Format,
-    check_column_map,
-    columns_used,
-    detect_format,
-    parse_row,
-    rename_columns,
-)
+from solotune.data.formats import Format, Layout, find_layout
+from solotune.data.messages import Conversation
 from solotune.data.samples import Report, SampleSet, SampleWriter, chunks, row_hash
 from solotune.errors import DataError
 from solotune.tokenizers import Rendering, Tokenizer
@@ -42,6 +35,9 @@ def dataset(
     tokenizer: Tokenizer,
     *,
     source: str,
+    config: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
     format: Format | None = None,
     column_map: dict[str, str] | None = None,
     train_on_input: bool = False,
@@ -51,17 +47,18 @@ def dataset(
     on_bad_row: Literal["stop", "skip"] = "stop",
     max_rows: Annotated[int, Minimum(1)] | None = None,
 ) -> SampleSet:
-    """Samples from a json, jsonl, csv or parquet file.
+    """Samples from a file, a folder, a glob or a data set of the Hub.
 
-    `format` is detected from the columns of the first row where it is None; `column_map` gives the
-    file's name for each of our column names. Trained are the assistant turns and their terminators
-    (`train_on`: all | last), with `train_on_input` all tokens. `history`: per_turn | as_rendered,
-    for templates that rewrite earlier turns. `on_bad_row`: stop | skip. `max_rows`: the first rows
-    only. Raises DataError with file, row and reason.
+    `config`, `split` and `revision` choose a part of a Hub data set. `format` is detected from the
+    columns of the first row where it is None; `column_map` gives the file's name for each of our
+    column names. Trained are the assistant turns and their terminators (`train_on`: all | last),
+    with `train_on_input` all tokens. `history`: per_turn | as_rendered, for templates that rewrite
+    earlier turns. `on_bad_row`: stop | skip. `max_rows`: the first rows only. Raises DataError with
+    file, row and reason.
     """
     return build_samples(
         tokenizer,
-        read_rows(source),
+        read_rows(source, config=config, split=split, revision=revision),
         source=source,
         format=format,
         column_map=column_map,
@@ -92,20 +89,24 @@ def build_samples(
     report = Report(source=source, format=format)
 
     def drafts() -> Iterator[_Draft]:
-        map_is_checked = False
+        layout: Layout | None = None
         for row in rows:
             if max_rows is not None and report.rows >= max_rows:
                 return
             report.rows += 1
-            if row.fault is None and not map_is_checked:
-                check_column_map(column_map or {}, format, row.columns, row.place)
-                map_is_checked = True
             try:
+                if row.fault is not None:
+                    raise DataError(row.fault)
+                if layout is None:
+                    layout = find_layout(
+                        row.columns, row.place, format=format, column_map=column_map
+                    )
+                    report.format = layout.format
                 yield from _drafts(
                     tokenizer,
                     row,
+                    layout,
                     report,
-                    column_map=column_map or {},
                     train_on_input=train_on_input,
                     train_on=train_on,
                     history=history,
@@ -144,25 +145,24 @@ def build_samples(
 def _drafts(
     tokenizer: Tokenizer,
     row: Row,
+    layout: Layout,
     report: Report,
     *,
-    column_map: dict[str, str],
     train_on_input: bool,
     train_on: TrainOn,
     history: History,
 ) -> Iterator[_Draft]:
     """The samples of one row, not yet encoded. Raises DataError where the row cannot be used."""
-    if row.fault is not None:
-        raise DataError(row.fault)
-    columns = rename_columns(row.columns, column_map)
-    if report.format is None:
-        report.format = detect_format(columns, row.place)
-    used = {column_map.get(column, column) for column in columns_used(report.format)}
-    report.columns_not_used.update(row.columns.keys() - used)
-    content = parse_row(columns, report.format)
+    report.columns_not_used |= layout.not_used(row.columns)
+    content = layout.parse(row.columns)
     if isinstance(content, Conversation):
+        template = tokenizer.require_template()
+        # a template may read any key, but a misspelt `weight` must not go unseen
+        report.columns_not_used |= {
+            f"{key} (of messages)" for key in content.other_keys if key not in template.source
+        }
         samples = chat_samples(
-            tokenizer.require_template(),
+            template,
             content,
             train_on=train_on,
             history=history,
@@ -183,6 +183,9 @@ def _drafts(
             )
             for sample in samples
         ]
+    elif not content.strip():  # BOS and EOS alone would teach to stop at once
+        report.rows_skipped += 1
+        return
     else:
         text = _without_own_eos(content, tokenizer)
         rendering = Rendering(text, plain=tokenizer.spelled_controls(text))

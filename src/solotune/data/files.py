@@ -25,7 +25,14 @@ class Row:
     fault: str | None = None
 
 
-def read_rows(source: str | Path, *, key: str = "dataset.source") -> Iterator[Row]:
+def read_rows(
+    source: str | Path,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    key: str = "dataset.source",
+) -> Iterator[Row]:
     """The rows of a json, jsonl, csv or parquet file; those that cannot be parsed carry a `fault`.
 
     Lines and rows count from 1. Raises DataError where the file as a whole cannot be read; it names

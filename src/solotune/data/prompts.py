@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from solotune.data.files import Row, read_rows
-from solotune.data.messages import Conversation, parse_row, system_message
+from solotune.data.formats import FORMATS, Layout, find_layout
+from solotune.data.messages import Conversation
 from solotune.errors import DataError
 from solotune.tokenizers import Message
 
@@ -24,11 +25,11 @@ class Prompt:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Return one prompt a line of a .txt file, or a row of a json, jsonl, csv or parquet file.
+    """Return one prompt a line of a .txt file, or a row of a file that training could read.
 
-    A row holds `prompt`, or `messages` and perhaps `tools`; perhaps `system`. A last assistant turn
-    among the messages is what is asked for, and left out. Empty lines of a .txt file are passed
-    over. Raises DataError that names file and row.
+    Rows have the columns of training rows; an answer, or a last assistant turn among the messages,
+    is what is asked for, and left out. Empty lines of a .txt file are passed over. Raises DataError
+    that names file and row.
     """
     path = Path(path).expanduser()
     read = _text_prompts if path.suffix == ".txt" else _row_prompts
@@ -53,28 +54,36 @@ def _text_prompts(path: Path) -> Iterator[Prompt]:
 
 
 def _row_prompts(path: Path) -> Iterator[Prompt]:
+    layout: Layout | None = None
     for row in read_rows(path, key="prompts_file"):
+        if row.fault:
+            raise DataError(f"{row.place}: {row.fault}")
+        layout = layout or _prompt_layout(row)
         try:
-            yield _prompt_of(row)
+            yield _prompt_of(row, layout)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from None
 
 
-def _prompt_of(row: Row) -> Prompt:
-    if row.fault:
-        raise DataError(row.fault)
-    asked = row.columns.get("prompt")
-    if isinstance(asked, str):
-        opening = system_message(row.columns)
-        messages = [*opening, {"role": "user", "content": asked}]
-        return Prompt(messages if opening else asked, place=row.place)
-    if "messages" not in row.columns:
-        raise DataError(f"wanted prompt (text) or messages, found {sorted(row.columns)}")
-    conversation = parse_row(row.columns, "messages")
+def _prompt_layout(row: Row) -> Layout:
+    try:
+        layout = find_layout(row.columns, row.place, answered=False)
+    except DataError:
+        layout = None
+    if layout is None or layout.format == "text":
+        wanted = ", ".join(columns[0] for name, columns in FORMATS.items() if name != "text")
+        raise DataError(f"{row.place}: wanted one of {wanted}; found {sorted(row.columns)}")
+    return layout
+
+
+def _prompt_of(row: Row, layout: Layout) -> Prompt:
+    conversation = layout.parse(row.columns, answered=False)
     assert isinstance(conversation, Conversation)  # the format `text` alone gives text
     messages = list(conversation.messages)
     if messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise DataError("no message stands before the answer")
-    return Prompt(messages, tools=conversation.tools, place=row.place)
+    only_text = [message["role"] for message in messages] == ["user"] and layout.is_exchange
+    asked = messages[0]["content"] if only_text else messages
+    return Prompt(asked, tools=conversation.tools, place=row.place)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from solotune.data.messages import Format
+from solotune.data.formats import Format
 from solotune.errors import ConfigError
 
 
