@@ -10,7 +10,7 @@ from solotune.config.command_line import (
     Parser,
     add_run_arguments,
     load_arguments,
-    refuse_torchrun_flags,
+    torchrun_flags,
 )
 from solotune.config.component import ALWAYS_THERE, DEFAULT_PATHS
 from solotune.config.registry import find_recipe
@@ -34,7 +34,10 @@ of components before any weight is read. `tune run RECIPE --help` lists the keys
 
 def main(words: list[str]) -> int:
     """Run a recipe's `main` with the config that the words ask for."""
-    refuse_torchrun_flags(words)
+    if torchrun_flags(words):
+        from .launch import launch
+
+        return launch(words)
     parser = Parser(prog="tune run", description=HELP, add_help=False)
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe by name or path")
     add_run_arguments(parser)

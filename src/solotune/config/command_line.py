@@ -16,6 +16,9 @@ ConfigClass = TypeVar("ConfigClass")
 _TORCHRUN_FLAGS = (
     "--nproc", "--nnodes", "--node-rank", "--rdzv", "--master-addr", "--master-port",
     "--standalone", "--max-restarts", "--local-addr", "--monitor-interval", "--start-method",
+    "--event-log-handler", "--role", "--no-python", "--run-path", "--log-dir", "--redirects",
+    "--tee", "--local-ranks-filter", "--duplicate-std", "--logs-specs", "--numa-binding",
+    "--signals-to-handle", "--shutdown-timeout", "--virtual-local-rank",
 )  # fmt: skip
 
 
@@ -47,14 +50,19 @@ def add_run_arguments(parser: Parser) -> None:
     )
 
 
+def torchrun_flags(words: list[str]) -> list[str]:
+    """Return the flags among the words that torchrun would take, in either spelling."""
+    flags = (word.partition("=")[0] for word in words)
+    return [flag for flag in flags if flag.replace("_", "-").startswith(_TORCHRUN_FLAGS)]
+
+
 def refuse_torchrun_flags(words: list[str]) -> None:
     """Raise UsageError at the first flag that torchrun would take."""
-    for word in words:
-        if word.startswith(_TORCHRUN_FLAGS) or word.replace("_", "-").startswith(_TORCHRUN_FLAGS):
-            raise UsageError(
-                f"{word.partition('=')[0]} is a flag of torchrun: this recipe uses one device, and"
-                " copies of it on one device help nobody: remove it"
-            )
+    for flag in torchrun_flags(words):
+        raise UsageError(
+            f"{flag} is a flag of torchrun: this recipe uses one device, and copies of it on one"
+            " device help nobody: remove it"
+        )
 
 
 def load_arguments(recipe: Path, options: argparse.Namespace) -> Loaded:
