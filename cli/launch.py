@@ -48,7 +48,7 @@ def launch(words: list[str]) -> int:
 
 
 def is_distributed(recipe: Path) -> bool:
-    """Whether a recipe says, by the line `DISTRIBUTED = True`, that it runs in several processes."""
+    """Whether a recipe says by a line `DISTRIBUTED = True` that it runs in several processes."""
     read_schema(recipe)  # a file that is no recipe is refused with the reason
     tree = ast.parse(recipe.read_text(encoding="utf-8"))
     return any(

@@ -14,6 +14,7 @@ VERBS = {
     "cat": "print a recipe or a config",
     "cp": "copy a recipe or a config, to change it",
     "diff": "show what a copy changes of its original",
+    "completion": "make a shell complete recipes, configs and keys",
     "validate": "check a config without reading any weights",
 }
 
