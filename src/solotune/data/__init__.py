@@ -2,12 +2,13 @@
 
 from solotune.data.batch import IGNORED, Batch, accumulation_groups, collate
 from solotune.data.dataset import build_samples, dataset
-from solotune.data.files import Row, read_rows
+from solotune.data.files import Row
 from solotune.data.loader import Loader, make_loader
 from solotune.data.packing import best_fit
 from solotune.data.prompts import Prompt, read_prompts
 from solotune.data.pydoc import pydoc_dataset
 from solotune.data.samples import Report, SampleSet, split_validation
+from solotune.data.sources import read_rows
 
 __all__ = [
     "IGNORED",

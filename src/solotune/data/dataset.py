@@ -9,10 +9,11 @@ import numpy as np
 
 from solotune.config.fitting import Minimum
 from solotune.data.chat import History, Span, TrainOn, chat_samples
-from solotune.data.files import Row, read_rows
+from solotune.data.files import Row
 from solotune.data.formats import Format, Layout, find_layout
 from solotune.data.messages import Conversation
 from solotune.data.samples import Report, SampleSet, SampleWriter, chunks, row_hash
+from solotune.data.sources import read_rows
 from solotune.errors import DataError
 from solotune.tokenizers import Rendering, Tokenizer
 

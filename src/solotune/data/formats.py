@@ -9,7 +9,7 @@
 | text          | text                                 | text as it stands                     |
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,29 +175,23 @@ def _other_names(column: str, format: Format, found: Iterable[str]) -> list[str]
 
 
 def _detect(found: set[str], columns: Mapping[str, Any], place: str, answered: bool) -> Format:
-    def is_there(column: str, format: Format) -> bool:
-        return column in found or len(_other_names(column, format, found)) == 1
+    def those_with(is_there: Callable[[str, Format], bool]) -> list[Format]:
+        return [f for f in FORMATS if all(is_there(c, f) for c in _required(f, answered))]
 
-    exact = [
-        name for name in FORMATS if all(column in found for column in _required(name, answered))
-    ]
-    alike = [
-        name
-        for name in FORMATS
-        if all(is_there(column, name) for column in _required(name, answered))
-    ]
-    if exact and exact[0] != "text":
-        chosen = exact[0]
-    elif exact and (others := [name for name in alike if name != "text"]):
+    complete = those_with(lambda column, _: column in found)
+    alike = those_with(lambda column, f: column in found or len(_other_names(column, f, found)) > 0)
+    chosen: Format
+    if complete and complete[0] != "text":
+        chosen = complete[0]
+    elif complete and len(alike) > 1:
+        others = " or ".join(alike)
         raise DataError(
-            f"{place}: the columns {sorted(columns)} may be text or {others[0]}: set "
-            f"dataset.format to text or {others[0]}"
+            f"{place}: the columns {sorted(columns)} may be {others}: set dataset.format"
         )
-    elif not alike and not exact:
+    elif not alike:
         raise DataError(f"{place}: {_no_format(found, columns)}")
-    else:
-        # an instruction goes before a prompt: its `input` would be one
-        chosen = exact[0] if exact else ("instruction" if "instruction" in alike else alike[0])
+    else:  # an instruction goes before a prompt, which may be named `input`
+        chosen = "instruction" if "instruction" in alike else alike[0]
         if chosen == "prompt" and answered and "context" in found:
             raise DataError(
                 f"{place}: the column context would be left out of {sorted(columns)}: for a "

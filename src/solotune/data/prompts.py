@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from solotune.data.files import Row, read_rows
+from solotune.data.files import Row
 from solotune.data.formats import FORMATS, Layout, find_layout
 from solotune.data.messages import Conversation
+from solotune.data.sources import read_rows
 from solotune.errors import DataError
 from solotune.tokenizers import Message
 
