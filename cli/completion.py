@@ -47,7 +47,11 @@ _tune() {
 compdef _tune tune
 """
 _FISH = """\
-complete -c tune -a '(tune completion --line (commandline -cp) 2>/dev/null)'
+function __tune_find
+    set -g __tune_found (tune completion --line (commandline -cp) 2>/dev/null)
+    test -n "$__tune_found"
+end
+complete -c tune -f -n __tune_find -a '$__tune_found'
 """
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
