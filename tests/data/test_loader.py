@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from solotune.data import (
     IGNORED,
     Batch,
+    Batching,
     Report,
     SampleSet,
     accumulation_groups,
@@ -22,17 +23,23 @@ from solotune.errors import ConfigError
 lengths_lists = st.lists(st.integers(1, 32), min_size=1, max_size=60)
 
 
-def make_samples(lengths: list[int], *, packed: bool = True, seed: int = 0) -> SampleSet:
+def make_samples(
+    lengths: list[int],
+    *,
+    packed: bool = True,
+    seed: int = 0,
+    batching: Batching | None = None,
+) -> SampleSet:
     """Samples whose tokens are all different, so that each can be found again."""
     total = sum(lengths)
     random = np.random.default_rng(seed)
     return SampleSet(
         tokens_T=np.arange(1, total + 1, dtype=np.int32),
         trained_T=random.integers(0, 2, total).astype(np.uint8),
-        starts_N1=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        lengths_N=np.array(lengths, np.int64),
         rows_N=random.integers(0, 2**64, len(lengths), dtype=np.uint64),
         report=Report("test", "text"),
-        packed=packed,
+        batching=batching or Batching(packed=packed),
     )
 
 

@@ -1,23 +1,25 @@
 """Data: rows of files to samples with label masks, samples to batches in a reproducible order."""
 
-from solotune.data.batch import IGNORED, Batch, accumulation_groups, collate
+from solotune.data.batch import IGNORED, Batch, Segment, accumulation_groups, collate
 from solotune.data.dataset import build_samples, dataset
 from solotune.data.files import Row
 from solotune.data.loader import Loader, make_loader
 from solotune.data.packing import best_fit
 from solotune.data.prompts import Prompt, read_prompts
 from solotune.data.pydoc import pydoc_dataset
-from solotune.data.samples import Report, SampleSet, split_validation
+from solotune.data.samples import Batching, Report, SampleSet, split_validation
 from solotune.data.sources import read_rows
 
 __all__ = [
     "IGNORED",
     "Batch",
+    "Batching",
     "Loader",
     "Prompt",
     "Report",
     "Row",
     "SampleSet",
+    "Segment",
     "accumulation_groups",
     "best_fit",
     "build_samples",

@@ -5,10 +5,13 @@ B rows of the batch, S positions a row, M segments a row at most, T positions wi
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # torch is slow to import, and the processes that tokenize do without it
+    import torch
+    from torch import Tensor
 
 IGNORED = -100  # label of a position without a target
 
@@ -23,17 +26,19 @@ class Batch:
     b * S + s with a target.
     """
 
-    tokens_BS: Tensor  # int64
-    labels_BS: Tensor  # int64
-    positions_BS: Tensor  # int64
-    segments_BM: Tensor  # int32
-    target_rows_T: Tensor  # int64
-    host_segments_BM: Tensor  # int32, always on the host: lengths can be read without a sync
+    tokens_BS: "Tensor"  # int64
+    labels_BS: "Tensor"  # int64
+    positions_BS: "Tensor"  # int64
+    segments_BM: "Tensor"  # int32
+    target_rows_T: "Tensor"  # int64
+    host_segments_BM: "Tensor"  # int32, always on the host: lengths can be read without a sync
     num_tokens: int  # without filler
     num_targets: int
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: "torch.device | str") -> "Batch":
         """The batch on `device`. To a card through pinned memory, without waiting for the copy."""
+        import torch
+
         kind = torch.device(device).type
         if kind == "cpu":
             return self
@@ -41,16 +46,27 @@ class Batch:
         moved = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if isinstance(value, Tensor) and entry.name != "host_segments_BM":
+            if isinstance(value, torch.Tensor) and entry.name != "host_segments_BM":
                 source = _pinned(value) if pin else value
                 moved[entry.name] = source.to(device, non_blocking=pin)
         return replace(self, **moved)
 
 
+class Segment(NamedTuple):
+    """A sample, or the part of one that a pack holds: tokens (int32) and trained flags (uint8).
+
+    `following` is the token that its last position predicts, where the sample goes on elsewhere.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    following: int = IGNORED
+
+
 _may_pin = True  # until it fails once in this process
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _pinned(tensor: "Tensor") -> "Tensor":
     """The tensor in pinned memory, or itself where the system refuses (WSL2 at some amount)."""
     global _may_pin
     if _may_pin:
@@ -67,27 +83,31 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def collate(
-    rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
+    rows: Sequence[Sequence[Segment | tuple[np.ndarray, np.ndarray]]],
     *,
     row_length: int,
     max_segments: int,
     filler_token: int = 0,
 ) -> Batch:
-    """A Batch of rows, each a list of (tokens, trained) segments laid one after the other.
+    """A Batch of rows, each a list of segments (or of their tokens and flags) laid side by side.
 
     Labels are shifted here: the last position of a segment never predicts the first token of the
-    next one.
+    next one in the row.
     """
+    import torch
+
     shape = (len(rows), row_length)
     tokens_BS, labels_BS = np.full(shape, filler_token, np.int64), np.full(shape, IGNORED, np.int64)
     positions_BS = np.zeros(shape, np.int64)
     segments_BM = np.zeros((len(rows), max_segments), np.int32)
     for b, segments in enumerate(rows):
         start = 0
-        for m, (tokens, trained) in enumerate(segments):
+        for m, segment in enumerate(segments):
+            tokens, trained, following = Segment(*segment)
             end = start + len(tokens)
             tokens_BS[b, start:end] = tokens
             labels_BS[b, start : end - 1] = np.where(trained[1:], tokens[1:], IGNORED)
+            labels_BS[b, end - 1] = following
             positions_BS[b, start:end] = np.arange(len(tokens))
             segments_BM[b, m] = len(tokens)
             start = end

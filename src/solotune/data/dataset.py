@@ -1,35 +1,25 @@
 """Rows of a file as samples: label masks, and a count of everything that was left out."""
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Literal
-
-import numpy as np
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Annotated
 
 from solotune.config.fitting import Minimum
-from solotune.data.chat import History, Span, TrainOn, chat_samples
+from solotune.data.cache import CacheEntry, CacheWriter, cache_key, default_cache_dir, file_identity
+from solotune.data.chat import History, TrainOn
 from solotune.data.files import Row
-from solotune.data.formats import Format, Layout, find_layout
-from solotune.data.messages import Conversation
-from solotune.data.samples import Report, SampleSet, SampleWriter, chunks, row_hash
-from solotune.data.sources import read_rows
+from solotune.data.formats import Format
+from solotune.data.samples import Batching, Report, SampleSet, SampleWriter, chunks
+from solotune.data.sources import data_files, is_hub_name, read_rows
+from solotune.data.tokenizing import OnBadRow, Rules, Tokenized, tokenize_rows
+from solotune.data.workers import default_workers, tokenize_in_workers
 from solotune.errors import DataError
-from solotune.tokenizers import Rendering, Tokenizer
+from solotune.tokenizers import Tokenizer
 
-_CHUNK = 1000  # renderings that are encoded together
-_SHOWN_FAULTS = 3
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A sample before encoding."""
-
-    rendering: Rendering
-    trained: tuple[Span, ...]
-    add_bos: bool
-    add_eos: bool
-    row: int
+_CHUNK = 256  # rows that are tokenized together
+_ROWS_ALONE = 2048  # before workers start: they take about half a second to
 
 
 def dataset(
@@ -45,8 +35,12 @@ def dataset(
     train_on: TrainOn = "all",
     history: History = "per_turn",
     packed: bool = True,
-    on_bad_row: Literal["stop", "skip"] = "stop",
+    on_bad_row: OnBadRow = "stop",
     max_rows: Annotated[int, Minimum(1)] | None = None,
+    num_workers: Annotated[int, Minimum(0)] | None = None,
+    cache_dir: str | None = "auto",
+    split_across_pack: bool = False,
+    max_tokens_per_batch: Annotated[int, Minimum(1)] | None = None,
 ) -> SampleSet:
     """Samples from a file, a folder, a glob or a data set of the Hub.
 
@@ -54,21 +48,41 @@ def dataset(
     columns of the first row where it is None; `column_map` gives the file's name for each of our
     column names. Trained are the assistant turns and their terminators (`train_on`: all | last),
     with `train_on_input` all tokens. `history`: per_turn | as_rendered, for templates that rewrite
-    earlier turns. `on_bad_row`: stop | skip. `max_rows`: the first rows only. Raises DataError with
-    file, row and reason.
+    earlier turns. `on_bad_row`: stop | skip. `max_rows`: the first rows only. `num_workers`
+    processes tokenize, None: one a core, at most 8, once there are many rows; 0 or 1: this one
+    alone. `cache_dir` keeps the tokens of large sets, None: nowhere; auto: in the user's folder for
+    caches. `split_across_pack` cuts samples where a pack is full, `max_tokens_per_batch` makes
+    batches of unpacked rows by their size with filler. Raises DataError with file, row and reason.
     """
+    batching = Batching(
+        packed=packed,
+        split_across_pack=split_across_pack,
+        max_tokens_per_batch=max_tokens_per_batch,
+    )
+    rules = Rules(
+        format=format,
+        column_map=column_map or {},
+        train_on_input=train_on_input,
+        train_on=train_on,
+        history=history,
+        on_bad_row=on_bad_row,
+        cut=not split_across_pack,
+    )
+    entry = None
+    if cache_dir is not None and not is_hub_name(source):
+        data = [file_identity(path) for path in data_files(source, split=split)]
+        key = cache_key(tokenizer, rules, data=[source, *data], max_rows=max_rows)
+        folder = default_cache_dir() if cache_dir == "auto" else Path(cache_dir).expanduser()
+        entry = CacheEntry(folder, key)
     return build_samples(
         tokenizer,
         read_rows(source, config=config, split=split, revision=revision),
         source=source,
-        format=format,
-        column_map=column_map,
-        train_on_input=train_on_input,
-        train_on=train_on,
-        history=history,
-        packed=packed,
-        on_bad_row=on_bad_row,
+        rules=rules,
+        batching=batching,
         max_rows=max_rows,
+        num_workers=num_workers,
+        cache=entry,
     )
 
 
@@ -77,163 +91,56 @@ def build_samples(
     rows: Iterator[Row],
     *,
     source: str,
-    format: Format | None = None,
-    column_map: dict[str, str] | None = None,
-    train_on_input: bool = False,
-    train_on: TrainOn = "all",
-    history: History = "per_turn",
-    packed: bool = True,
-    on_bad_row: Literal["stop", "skip"] = "stop",
-    max_rows: Annotated[int, Minimum(1)] | None = None,
+    rules: Rules | None = None,
+    batching: Batching | None = None,
+    max_rows: int | None = None,
+    num_workers: int | None = None,
+    cache: CacheEntry | None = None,
 ) -> SampleSet:
-    """Samples from any iterator of rows, by the rules of `dataset`."""
-    report = Report(source=source, format=format)
-
-    def drafts() -> Iterator[_Draft]:
-        layout: Layout | None = None
-        for row in rows:
-            if max_rows is not None and report.rows >= max_rows:
-                return
-            report.rows += 1
-            try:
-                if row.fault is not None:
-                    raise DataError(row.fault)
-                if layout is None:
-                    layout = find_layout(
-                        row.columns, row.place, format=format, column_map=column_map
-                    )
-                    report.format = layout.format
-                yield from _drafts(
-                    tokenizer,
-                    row,
-                    layout,
-                    report,
-                    train_on_input=train_on_input,
-                    train_on=train_on,
-                    history=history,
-                )
-            except DataError as error:
-                message = (
-                    str(error) if str(error).startswith(row.place) else f"{row.place}: {error}"
-                )
-                if on_bad_row == "stop":
-                    hint = (
-                        ""
-                        if "dataset." in message
-                        else " (dataset.on_bad_row=skip leaves such rows out)"
-                    )
-                    raise DataError(message + hint) from None
-                report.rows_unreadable += 1
-                if report.rows_unreadable <= _SHOWN_FAULTS:
-                    report.notes.append(f"skipped {message}")
-
-    writer = SampleWriter()
-    for chunk in chunks(drafts(), _CHUNK):
-        _encode(tokenizer, chunk, writer, report)
-    samples = writer.finish(report=report, packed=packed)
-    if not len(samples):
-        skipped = "".join(f"; {note}" for note in report.notes)
-        raise DataError(
-            f"{source} leaves nothing to train on: {report.rows} rows, {report.rows_unreadable} "
-            f"unreadable, {report.rows_skipped} without a target (an assistant turn, within "
-            f"tokenizer.max_seq_len={tokenizer.max_seq_len}){skipped}"
-        )
-    if tokenizer.template is not None and report.format != "text":
-        report.notes += _template_notes(tokenizer)
-    return samples
-
-
-def _drafts(
-    tokenizer: Tokenizer,
-    row: Row,
-    layout: Layout,
-    report: Report,
-    *,
-    train_on_input: bool,
-    train_on: TrainOn,
-    history: History,
-) -> Iterator[_Draft]:
-    """The samples of one row, not yet encoded. Raises DataError where the row cannot be used."""
-    report.columns_not_used |= layout.not_used(row.columns)
-    content = layout.parse(row.columns)
-    if isinstance(content, Conversation):
-        template = tokenizer.require_template()
-        # a template may read any key, but a misspelt `weight` must not go unseen
-        report.columns_not_used |= {
-            f"{key} (of messages)" for key in content.other_keys if key not in template.source
-        }
-        samples = chat_samples(
-            template,
-            content,
-            train_on=train_on,
-            history=history,
-            train_on_input=train_on_input,
-        )
-        report.messages_not_rendered += sum(sample.not_shown for sample in samples)
-        report.reasoning_lost += sum(sample.lost_reasoning for sample in samples)
-        report.turns_without_terminator += sum(sample.ends_open for sample in samples)
-        # of the messages, not of the rendering: a template may write the date of today
-        content_hash = row_hash(json.dumps(content.messages, sort_keys=True, default=str))
-        drafts = [
-            _Draft(
-                sample.rendering,
-                sample.trained,
-                add_bos=False,
-                add_eos=sample.ends_open,
-                row=content_hash,
+    """Samples from any iterator of rows, by the rules of `dataset`, or those of the cache entry."""
+    if cache is not None and (samples := cache.read(batching=batching)) is not None:
+        return samples
+    rules = rules or Rules()
+    report = Report(source=source, format=rules.format)
+    with SampleWriter() if cache is None else CacheWriter(cache) as writer:
+        for part in tokenized(tokenizer, islice(rows, max_rows), rules, num_workers=num_workers):
+            writer.extend(part.tokens_T, part.trained_T, part.lengths_N, part.rows_N)
+            report.add(part.report)
+        if not len(writer):
+            skipped = "".join(f"; {note}" for note in report.notes)
+            raise DataError(
+                f"{source} leaves nothing to train on: {report.rows} rows, "
+                f"{report.rows_unreadable} unreadable, {report.rows_skipped} without a target (an "
+                f"assistant turn, within tokenizer.max_seq_len={tokenizer.max_seq_len}){skipped}"
             )
-            for sample in samples
-        ]
-    elif not content.strip():  # BOS and EOS alone would teach to stop at once
-        report.rows_skipped += 1
+        if tokenizer.template is not None and report.format != "text":
+            report.notes += _template_notes(tokenizer)
+        return writer.finish(report=report, batching=batching)
+
+
+def tokenized(
+    tokenizer: Tokenizer, rows: Iterator[Row], rules: Rules, *, num_workers: int | None = None
+) -> Iterator[Tokenized]:
+    """The samples of `rows` a chunk at a time, in order: what `num_workers` is changes nothing."""
+    num_workers = default_workers() if num_workers is None else num_workers
+
+    def alone(chunked: Iterator[Sequence[Row]]) -> Iterator[Tokenized]:
+        nonlocal rules
+        for chunk in chunked:
+            part = tokenize_rows(tokenizer, chunk, rules)
+            rules = replace(rules, layout=part.layout)  # of the first row that can be read
+            yield part
+
+    chunked = chunks(rows, _CHUNK)
+    if num_workers < 2:
+        yield from alone(chunked)
         return
-    else:
-        text = _without_own_eos(content, tokenizer)
-        rendering = Rendering(text, plain=tokenizer.spelled_controls(text))
-        drafts = [
-            _Draft(
-                rendering,
-                ((0, len(text)),),
-                add_bos=tokenizer.adds_bos,
-                add_eos=True,
-                row=row_hash(content),
-            )
-        ]
-    for draft in drafts:
-        tokenizer.check_text(draft.rendering.text)
-    report.plain_controls += sum(len(draft.rendering.plain) for draft in drafts)
-    yield from drafts
-
-
-def _without_own_eos(text: str, tokenizer: Tokenizer) -> str:
-    """A text row without the EOS and BOS that it spells at its ends; the real tokens are added."""
-    eos, bos = tokenizer.token_text(tokenizer.eos_id), tokenizer.token_text(tokenizer.bos_id)
-    text = text.removesuffix(eos) if eos else text
-    return text.removeprefix(bos) if bos and tokenizer.adds_bos else text
-
-
-def _encode(
-    tokenizer: Tokenizer, drafts: list[_Draft], writer: SampleWriter, report: Report
-) -> None:
-    """Encode, add BOS and EOS, cut at max_seq_len, leave out samples without a target."""
-    for draft, encoded in zip(
-        drafts, tokenizer.encode_renderings([d.rendering for d in drafts]), strict=True
-    ):
-        ids, trained = encoded.ids, encoded.mask(draft.trained)
-        if draft.add_bos and tokenizer.bos_id is not None:
-            ids, trained = (
-                [tokenizer.bos_id, *ids],
-                np.concatenate([np.zeros(1, np.uint8), trained]),
-            )
-        if draft.add_eos and tokenizer.eos_id is not None:
-            ids, trained = [*ids, tokenizer.eos_id], np.concatenate([trained, np.ones(1, np.uint8)])
-        if len(ids) > tokenizer.max_seq_len:
-            report.rows_cut += 1
-            ids, trained = ids[: tokenizer.max_seq_len], trained[: tokenizer.max_seq_len]
-        if trained[1:].any():
-            writer.add(ids, trained, draft.row)
-        else:
-            report.rows_skipped += 1
+    yield from alone(islice(chunked, _ROWS_ALONE // _CHUNK))
+    while rules.layout is None and (first := next(chunked, None)) is not None:
+        yield from alone(iter([first]))
+    if (first := next(chunked, None)) is not None:
+        rest = chain([first], chunked)
+        yield from tokenize_in_workers(tokenizer, rest, rules, num_workers=num_workers)
 
 
 def _template_notes(tokenizer: Tokenizer) -> list[str]:

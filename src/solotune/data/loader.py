@@ -1,20 +1,14 @@
-"""Batches of one epoch in an order that depends on (seed, epoch) alone.
-
-The lengths decide which shapes an epoch has, once; each epoch then draws which sample of a length
-takes which place and the order of the batches. So all epochs have the same number of batches,
-tokens and targets.
-
-N samples, P rows (packs) of an epoch.
-"""
+"""Batches of one epoch in an order that depends on (seed, epoch) alone."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from solotune.data.batch import Batch, collate
-from solotune.data.packing import best_fit
-from solotune.data.samples import SampleSet
+from solotune.data.batch import IGNORED, Batch, Segment, collate
+from solotune.data.rows import EpochRows, Packs, Planner, RowPlan, Single, SplitPacks
+from solotune.data.samples import Batching, SampleSet
 from solotune.errors import ConfigError, DataError
 from solotune.tokenizers import check_vocabulary
 
@@ -22,7 +16,8 @@ from solotune.tokenizers import check_vocabulary
 class Loader:
     """Makes the batches of any epoch from any position; made by `make_loader`.
 
-    `num_tokens` and `num_targets` are those of one epoch; `max_segments` is M of all its batches.
+    `num_tokens` and `num_targets` are those of one epoch, `num_slots` its tokens with filler;
+    `max_segments` is M of all its batches.
     """
 
     def __init__(
@@ -33,85 +28,91 @@ class Loader:
         max_seq_len: int,
         seed: int,
         shuffle: bool,
-        packed: bool,
+        batching: Batching,
     ) -> None:
         self.samples, self.batch_size, self.max_seq_len = samples, batch_size, max_seq_len
-        self.seed, self.shuffle, self.packed = seed, shuffle, packed
-        self.num_tokens, self.num_targets = samples.num_tokens, samples.num_targets
-        self._lengths_N, self._targets_N = samples.lengths_N, samples.targets_N
-        # ranks: samples by descending length; the pack of each rank is the same in all epochs
-        ranked = -np.sort(-self._lengths_N)
-        self._packs_N = best_fit(ranked, capacity=max_seq_len) if packed else np.arange(len(ranked))
-        self.num_rows = int(self._packs_N.max()) + 1
-        self._by_pack = np.argsort(self._packs_N, kind="stable")
-        self._pack_starts = np.searchsorted(
-            self._packs_N[self._by_pack], np.arange(self.num_rows + 1)
-        )
-        self.max_segments = int(np.diff(self._pack_starts).max())
+        self.seed, self.shuffle, self.batching = seed, shuffle, batching
+        planned_N = samples.planned_lengths(seed)
+        self._planner = _planner(planned_N, batching, batch_size=batch_size, capacity=max_seq_len)
+        self.num_rows, self.max_segments = self._planner.num_rows, self._planner.max_segments
+        first_N = samples.drawn(seed, 0)
+        self.num_tokens = int(samples.lengths_N[first_N].sum())
+        self.num_targets = int(samples.targets_N[first_N].sum())
+        self.num_slots = self._planner.num_slots
 
     def __len__(self) -> int:
-        return -(-self.num_rows // self.batch_size)
+        return self._planner.num_batches
 
     def fingerprint(self) -> str:
         """Text that is equal for loaders which give the same batches in the same order."""
-        rows = "packed" if self.packed else "unpacked"
+        kind, size = "packed", f"{self.batch_size} x {self.max_seq_len}"
+        if self.batching.split_across_pack:
+            kind = "packed and split"
+        elif not self.batching.packed:
+            kind = "unpacked"
+        if self.batching.max_tokens_per_batch:
+            size = f"{self.batching.max_tokens_per_batch} tokens"
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
-        size = f"{self.batch_size} x {self.max_seq_len}"
-        return f"{self.samples.fingerprint()} {size} {rows} {order}"
+        return f"{self.samples.fingerprint()} {size} {kind} {order}"
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 0) from batch `start` on, on the host."""
-        for rows in self.plan(number)[start:]:
-            segments = [[self.samples.sample(i) for i in row] for row in rows]
-            longest = max(sum(len(tokens) for tokens, _ in row) for row in segments)
-            row_length = self.max_seq_len if self.packed else longest
-            yield collate(segments, row_length=row_length, max_segments=self.max_segments)
+        for rows in self.plan(number).batches(start):
+            row_length = self.max_seq_len if self.batching.packed else max(r.size for r in rows)
+            yield collate(
+                [self.segments(row) for row in rows],
+                row_length=row_length,
+                max_segments=self.max_segments,
+            )
+
+    def plan(self, number: int) -> EpochRows:
+        """The rows and batches of epoch `number`; the batch that needs the most memory is first."""
+        return self._planner.plan(
+            self.samples.drawn(self.seed, number),
+            self.samples.lengths_N,
+            self.samples.targets_N,
+            np.random.default_rng([self.seed, number]) if self.shuffle else None,
+        )
+
+    def segments(self, row: RowPlan) -> list[Segment]:
+        """The tokens and flags of a row, sample by sample."""
+        segments, skip, room = [], row.skip, row.size
+        for index in row.samples.tolist():
+            tokens, trained = self.samples.sample(index)
+            stop = min(len(tokens), skip + room)
+            goes_on = stop < len(tokens) and trained[stop]
+            following = int(tokens[stop]) if goes_on else IGNORED
+            segments.append(Segment(tokens[skip:stop], trained[skip:stop], following))
+            skip, room = 0, room - (stop - skip)
+        return segments
 
     def warnings(self, config: Mapping[str, Any]) -> list[str]:
-        """Return what to print where rows and the model of a config.json do not go together."""
-        longest, known = int(self._lengths_N.max()), config.get("max_position_embeddings")
-        if known is None or longest <= known:
-            return []
-        return [f"warning: {longest} tokens in a row, {known} positions known to the model"]
-
-    def plan(self, number: int) -> list[list[np.ndarray]]:
-        """The samples of each row of each batch; the batch that needs the most memory is first."""
-        random = np.random.default_rng([self.seed, number])
-        indexes = (
-            random.permutation(len(self.samples)) if self.shuffle else np.arange(len(self.samples))
-        )
-        ranks = indexes[np.argsort(-self._lengths_N[indexes], kind="stable")]
-        members = ranks[self._by_pack]
-        rows = [
-            members[a:b] for a, b in zip(self._pack_starts[:-1], self._pack_starts[1:], strict=True)
-        ]
-        if self.packed:
-            if self.shuffle:
-                rows = [rows[i] for i in random.permutation(len(rows))]
-            # The costliest row first, before batches are cut: the same rows make a step however
-            # batch_size and accumulation share them.
-            rows = _first([self._cost([row]) for row in rows], rows)
-        batches = [rows[k : k + self.batch_size] for k in range(0, len(rows), self.batch_size)]
-        if not self.packed and self.shuffle:  # rows of like length stay together
-            last = batches[-1:] if len(batches[-1]) < self.batch_size else []
-            full = batches[: len(batches) - len(last)]
-            batches = [full[i] for i in random.permutation(len(full))] + last
-        if self.packed:
-            return batches
-        return _first([self._cost(batch) for batch in batches], batches)
-
-    def _cost(self, batch: list[np.ndarray]) -> tuple[int, int, int]:
-        """What a batch costs in memory: its size with filler, longest segment, targets."""
-        longest_row = max(int(self._lengths_N[row].sum()) for row in batch)
-        segment = max(int(self._lengths_N[row].max()) for row in batch)
-        targets = sum(int(self._targets_N[row].sum()) for row in batch)
-        return len(batch) * (self.max_seq_len if self.packed else longest_row), segment, targets
+        """What to print: keys without effect, rows longer than the model of a config.json knows."""
+        lines = []
+        if self.batching.max_tokens_per_batch is not None:
+            lines.append(
+                f"batches of at most {self.batching.max_tokens_per_batch} tokens with filler "
+                f"(dataset.max_tokens_per_batch): batch_size={self.batch_size} has no effect"
+            )
+        longest = int(self.samples.lengths_N.max())
+        if self.batching.split_across_pack:
+            longest = min(longest, self.max_seq_len)
+        known = config.get("max_position_embeddings")
+        if known is not None and longest > known:
+            lines.append(
+                f"warning: {longest} tokens in a row, {known} positions known to the model"
+            )
+        return lines
 
 
-def _first(costs: list, items: list) -> list:
-    """The items with the costliest in front."""
-    first = costs.index(max(costs))
-    return [items[first], *items[:first], *items[first + 1 :]]
+def _planner(
+    planned_N: np.ndarray, batching: Batching, *, batch_size: int, capacity: int
+) -> Planner:
+    if batching.split_across_pack:
+        return SplitPacks(planned_N, capacity=capacity, batch_size=batch_size)
+    if batching.packed:
+        return Packs(planned_N, capacity=capacity, batch_size=batch_size)
+    return Single(planned_N, batch_size=batch_size, max_tokens=batching.max_tokens_per_batch)
 
 
 def make_loader(
@@ -124,7 +125,7 @@ def make_loader(
     packed: bool | None = None,
     vocab_size: int | None = None,
 ) -> Loader:
-    """A Loader of batches of `batch_size` rows.
+    """A Loader of batches of `batch_size` rows, or of the tokens that the data set wishes.
 
     Packed rows hold `max_seq_len` tokens of several samples; unpacked rows hold one sample, grouped
     by length and filled to the longest of their batch. `packed` None takes the wish of the data
@@ -136,9 +137,10 @@ def make_loader(
     if not len(samples):
         raise DataError(f"{samples.name} has no samples")
     if vocab_size is not None:
-        check_vocabulary(int(samples.tokens_T.max()), vocab_size)
+        check_vocabulary(samples.largest_token, vocab_size)
+    batching = samples.batching if packed is None else replace(samples.batching, packed=packed)
     longest = int(samples.lengths_N.max())
-    if longest > max_seq_len:
+    if longest > max_seq_len and not batching.split_across_pack:
         raise ConfigError(
             f"max_seq_len={max_seq_len} is below the {longest} tokens of the longest sample of "
             f"{samples.name}"
@@ -149,5 +151,5 @@ def make_loader(
         max_seq_len=max_seq_len,
         seed=seed,
         shuffle=shuffle,
-        packed=samples.packed if packed is None else packed,
+        batching=batching,
     )

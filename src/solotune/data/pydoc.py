@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from solotune.config.fitting import Minimum
 from solotune.data.dataset import build_samples
 from solotune.data.files import Row
-from solotune.data.samples import SampleSet, row_hash
+from solotune.data.samples import Batching, SampleSet, row_hash
+from solotune.data.tokenizing import Rules
 from solotune.tokenizers import Tokenizer
 
 Split = Literal["train", "validation", "all"]
@@ -65,9 +66,8 @@ def pydoc_dataset(
         tokenizer,
         _rows(split),
         source=f"docstrings of Python's standard library, split {split}",
-        format="prompt",
-        train_on_input=train_on_input,
-        packed=packed,
+        rules=Rules(format="prompt", train_on_input=train_on_input),
+        batching=Batching(packed=packed),
         max_rows=max_rows,
     )
 

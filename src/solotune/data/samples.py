@@ -5,13 +5,16 @@ N samples, T tokens of all samples together.
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
 
 import numpy as np
 
 from solotune.data.formats import Format
 from solotune.errors import ConfigError
+
+SHOWN_FAULTS = 3  # rows that could not be read, of a whole data set
 
 
 @dataclass
@@ -31,13 +34,53 @@ class Report:
     columns_not_used: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
+    def add(self, rows: "Report") -> None:
+        """Add what became of further rows; of their notes as many as are shown."""
+        self.format = self.format or rows.format
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if type(value) is int:
+                setattr(self, entry.name, value + getattr(rows, entry.name))
+        self.columns_not_used |= rows.columns_not_used
+        self.notes += rows.notes[: SHOWN_FAULTS - len(self.notes)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON holds it."""
+        return asdict(self) | {"columns_not_used": sorted(self.columns_not_used)}
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> "Report":
+        """The report that `to_json` gave. Raises TypeError or KeyError for anything else."""
+        return cls(**stored | {"columns_not_used": set(stored["columns_not_used"])})
+
+
+@dataclass(frozen=True)
+class Batching:
+    """What a data set wishes of the loader; see docs/packing.md."""
+
+    packed: bool = True
+    split_across_pack: bool = False
+    max_tokens_per_batch: int | None = None  # of a batch of unpacked rows, with filler
+
+    def __post_init__(self) -> None:
+        if self.split_across_pack and not self.packed:
+            raise ConfigError(
+                "dataset.split_across_pack=True cuts packs, and dataset.packed=False makes none: "
+                "set one of the two"
+            )
+        if self.max_tokens_per_batch is not None and self.packed:
+            raise ConfigError(
+                f"dataset.max_tokens_per_batch={self.max_tokens_per_batch} is for unpacked rows: "
+                "set dataset.packed=False, or batch_size instead"
+            )
+
 
 class SampleSet:
-    """Samples with their trained tokens, read by index; `packed` is a wish to the loader.
+    """Samples with their trained tokens, read by index.
 
-    `tokens_T` int32 and `trained_T` uint8 hold all samples one after the other, sample i from
-    `starts_N1[i]` to `starts_N1[i + 1]`; `lengths_N` and `targets_N` count the tokens and targets
-    of each; `rows_N` uint64 is a hash of the row that a sample comes from.
+    `tokens_T` int32 and `trained_T` uint8 hold all samples, in memory or mapped from the cache;
+    sample i has `lengths_N[i]` tokens from `starts_N[i]` on, `targets_N[i]` of them targets.
+    `rows_N` uint64 is a hash of the row that a sample comes from.
     """
 
     def __init__(
@@ -45,23 +88,30 @@ class SampleSet:
         *,
         tokens_T: np.ndarray,
         trained_T: np.ndarray,
-        starts_N1: np.ndarray,
+        lengths_N: np.ndarray,
         rows_N: np.ndarray,
         report: Report,
-        packed: bool = True,
+        starts_N: np.ndarray | None = None,
+        targets_N: np.ndarray | None = None,
+        batching: Batching | None = None,
         name: str = "dataset",
+        facts: Sequence[str] = (),
+        content: str | None = None,
     ) -> None:
-        self.tokens_T, self.trained_T, self.starts_N1, self.rows_N = (
-            tokens_T,
-            trained_T,
-            starts_N1,
-            rows_N,
-        )
-        self.report, self.packed, self.name = report, packed, name
-        self.lengths_N = np.diff(starts_N1)
-        # targets are the trained tokens, but not the first of a sample: nothing predicts it
-        counts_T1 = np.concatenate([[0], np.cumsum(trained_T, dtype=np.int64)])
-        self.targets_N = np.diff(counts_T1[starts_N1]) - trained_T[starts_N1[:-1]]
+        """`starts_N` None: the samples stand one after the other.
+
+        `targets_N` and `content`, the hash of all tokens, are computed where they are None. `facts`
+        are printed besides those of the report.
+        """
+        self.tokens_T, self.trained_T = tokens_T, trained_T
+        self.lengths_N, self.rows_N = lengths_N, rows_N
+        self.starts_N = np.cumsum(lengths_N) - lengths_N if starts_N is None else starts_N
+        if targets_N is None:
+            targets_N = count_targets(trained_T, self.starts_N)
+        self.targets_N = targets_N
+        self.report, self.batching, self.name = report, batching or Batching(), name
+        self.facts = list(facts)
+        self._content = content
 
     def __len__(self) -> int:
         return len(self.rows_N)
@@ -70,41 +120,64 @@ class SampleSet:
         """Tokens (int32) and trained flags (uint8) of one sample, as views."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        span = slice(self.starts_N1[index], self.starts_N1[index + 1])
+        start = self.starts_N[index]
+        span = slice(start, start + self.lengths_N[index])
         return self.tokens_T[span], self.trained_T[span]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
-        return len(self.tokens_T)
+        return int(self.lengths_N.sum())
 
     @property
     def num_targets(self) -> int:
         """Targets of all samples."""
         return int(self.targets_N.sum())
 
+    @property
+    def num_duplicates(self) -> int:
+        """Samples whose row has come before, with the same content."""
+        return len(self) - len(np.unique(self.rows_N))
+
+    @property
+    def largest_token(self) -> int:
+        """The highest token id."""
+        step = 1 << 24  # of a mapped file, so that no temporary is large
+        return max(
+            int(self.tokens_T[k : k + step].max()) for k in range(0, len(self.tokens_T), step)
+        )
+
+    def planned_lengths(self, seed: int) -> np.ndarray:
+        """Lengths that hold for all epochs: sorted, no epoch's samples are longer, one by one."""
+        return self.lengths_N
+
+    def drawn(self, seed: int, epoch: int) -> np.ndarray:
+        """The samples of an epoch: all of them, once."""
+        return np.arange(len(self))
+
     def subset(self, indexes: Sequence[int] | np.ndarray, *, name: str) -> "SampleSet":
-        """The samples at `indexes`, copied, in that order; the report stays that of the whole."""
+        """The samples at `indexes` in that order, as a view; the report stays that of the whole."""
         indexes = np.asarray(indexes, np.int64)
-        lengths = self.lengths_N[indexes]
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        where = np.repeat(self.starts_N1[indexes] - starts[:-1], lengths) + np.arange(starts[-1])
         return SampleSet(
-            tokens_T=self.tokens_T[where],
-            trained_T=self.trained_T[where],
-            starts_N1=starts,
+            tokens_T=self.tokens_T,
+            trained_T=self.trained_T,
+            lengths_N=self.lengths_N[indexes],
             rows_N=self.rows_N[indexes],
             report=replace(self.report),
-            packed=self.packed,
+            starts_N=self.starts_N[indexes],
+            targets_N=self.targets_N[indexes],
+            batching=self.batching,
             name=name,
+            facts=self.facts,
+            content=self._content,
         )
 
     def fingerprint(self) -> str:
         """A hash of all tokens, their order and what is trained: 16 hexadecimal digits."""
-        digest = hashlib.blake2b(digest_size=8)
-        for part in (self.tokens_T, self.trained_T, self.starts_N1.astype(np.int64)):
-            digest.update(np.ascontiguousarray(part).data)
-        return digest.hexdigest()
+        if self._content is None:
+            self._content = content_hash(self.tokens_T, self.trained_T)
+        order = (self.starts_N.astype(np.int64), self.lengths_N.astype(np.int64))
+        return content_hash(np.frombuffer(self._content.encode(), np.uint8), *order)
 
     def lines(self) -> list[str]:
         """The facts to print before training."""
@@ -131,38 +204,75 @@ class SampleSet:
             lines.append(
                 f"{self.name}: columns not used: {', '.join(sorted(report.columns_not_used))}"
             )
-        return lines + [f"{self.name}: {note}" for note in report.notes]
+        return lines + [f"{self.name}: {note}" for note in (*report.notes, *self.facts)]
 
 
 class SampleWriter:
-    """Collects samples into the flat arrays of a SampleSet."""
+    """Collects samples in memory, in the flat arrays of a SampleSet."""
 
     def __init__(self) -> None:
-        self._tokens, self._trained = array("i"), bytearray()
-        self._starts, self._rows = array("q", [0]), array("Q")
+        self._tokens, self._trained = bytearray(), bytearray()
+        self._lengths, self._rows = array("q"), array("Q")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left behind."""
 
     def add(self, tokens: Sequence[int], trained: np.ndarray, row: int) -> None:
         """Append one sample; `row` is the 64-bit hash of its row."""
-        self._tokens.extend(tokens)
-        self._trained += trained.tobytes()
-        self._starts.append(len(self._tokens))
-        self._rows.append(row)
+        self.extend(np.array(tokens, np.int32), trained, [len(tokens)], [row])
 
-    def finish(self, *, report: Report, packed: bool, name: str = "dataset") -> SampleSet:
+    def extend(
+        self,
+        tokens_T: np.ndarray,
+        trained_T: np.ndarray,
+        lengths_N: Iterable[int],
+        rows_N: Iterable[int],
+    ) -> None:
+        """Append the samples that follow each other in `tokens_T` (int32)."""
+        self._tokens += tokens_T.tobytes()
+        self._trained += trained_T.tobytes()
+        self._lengths.extend(lengths_N)
+        self._rows.extend(rows_N)
+
+    def finish(
+        self, *, report: Report, batching: Batching | None = None, name: str = "dataset"
+    ) -> SampleSet:
         """The SampleSet of all samples added."""
         return SampleSet(
-            tokens_T=np.frombuffer(self._tokens, np.int32)
-            if self._tokens
-            else np.zeros(0, np.int32),
-            trained_T=np.frombuffer(self._trained, np.uint8)
-            if self._trained
-            else np.zeros(0, np.uint8),
-            starts_N1=np.frombuffer(self._starts, np.int64),
-            rows_N=np.frombuffer(self._rows, np.uint64) if self._rows else np.zeros(0, np.uint64),
+            tokens_T=np.frombuffer(self._tokens, np.int32),
+            trained_T=np.frombuffer(self._trained, np.uint8),
+            lengths_N=np.array(self._lengths, np.int64),
+            rows_N=np.array(self._rows, np.uint64),
             report=report,
-            packed=packed,
+            batching=batching,
             name=name,
         )
+
+
+def count_targets(trained_T: np.ndarray, starts_N: np.ndarray) -> np.ndarray:
+    """The targets of samples one after the other: trained tokens, but the first of each."""
+    if not len(starts_N):
+        return np.zeros(0, np.int64)
+    return np.add.reduceat(trained_T, starts_N, dtype=np.int64) - trained_T[starts_N]
+
+
+def content_hash(*arrays: np.ndarray) -> str:
+    """16 hexadecimal digits of the arrays, each by itself, so that they can be hashed in pieces."""
+    return combine_hashes(*(hashlib.blake2b(np.ascontiguousarray(each).data) for each in arrays))
+
+
+def combine_hashes(*hashes: hashlib.blake2b) -> str:
+    """What `content_hash` gives for the arrays that were fed to `hashes` (blake2b)."""
+    together = hashlib.blake2b(digest_size=8)
+    for each in hashes:
+        together.update(each.digest())
+    return together.hexdigest()
 
 
 def row_hash(*parts: str) -> int:

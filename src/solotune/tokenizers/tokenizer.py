@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +58,11 @@ class Tokenizer:
     ) -> None:
         self.folder = folder
         self.max_seq_len = max_seq_len
+        self.made_with = {
+            "max_seq_len": max_seq_len,
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         if not (folder / "tokenizer.json").is_file():
             raise CheckpointError(
                 f"{folder} holds no tokenizer.json: set checkpoint_dir or tokenizer.path to a "
@@ -99,6 +105,10 @@ class Tokenizer:
             self.adds_bos = True
         self._template_is_chosen = chat_template is not None
         self.template = self._load_template(chat_template, config, chat_template_kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again from its files where it is unpickled: in a process that tokenizes rows."""
+        return partial(type(self), self.folder, **self.made_with), ()
 
     def encode(
         self,

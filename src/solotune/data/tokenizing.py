@@ -1,0 +1,192 @@
+"""Rows to tokens and label masks, a chunk of rows at a time, in this process or in another.
+
+N samples of a chunk, T tokens of all of them.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from solotune.data.chat import History, Span, TrainOn, chat_samples
+from solotune.data.files import Row
+from solotune.data.formats import Format, Layout, find_layout
+from solotune.data.messages import Conversation
+from solotune.data.samples import SHOWN_FAULTS, Report, row_hash
+from solotune.errors import DataError
+from solotune.tokenizers import Rendering, Tokenizer
+
+OnBadRow = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides the tokens and labels of a row, beside the tokenizer.
+
+    `format` None: that of the first row. `layout`: where it is known already, as in all chunks but
+    the first. `cut`: rows end at the tokenizer's max_seq_len.
+    """
+
+    format: Format | None = None
+    column_map: dict[str, str] = field(default_factory=dict)
+    train_on_input: bool = False
+    train_on: TrainOn = "all"
+    history: History = "per_turn"
+    on_bad_row: OnBadRow = "stop"
+    cut: bool = True
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The samples of a chunk of rows, one after the other, and what became of its rows.
+
+    `layout` is None as long as no row could be read.
+    """
+
+    tokens_T: np.ndarray  # int32
+    trained_T: np.ndarray  # uint8
+    lengths_N: np.ndarray  # int64
+    rows_N: np.ndarray  # uint64, a hash of each sample's row
+    report: Report
+    layout: Layout | None
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A sample before encoding."""
+
+    rendering: Rendering
+    trained: tuple[Span, ...]
+    add_bos: bool
+    add_eos: bool
+    row: int
+
+
+def tokenize_rows(tokenizer: Tokenizer, rows: Sequence[Row], rules: Rules) -> Tokenized:
+    """The samples of `rows`. Raises DataError with the place of a row that cannot be used."""
+    layout = rules.layout
+    report = Report(source="", format=layout.format if layout else rules.format, rows=len(rows))
+    drafts: list[_Draft] = []
+    for row in rows:
+        try:
+            if row.fault is not None:
+                raise DataError(row.fault)
+            if layout is None:
+                layout = find_layout(
+                    row.columns, row.place, format=rules.format, column_map=rules.column_map
+                )
+                report.format = layout.format
+            drafts += _drafts(tokenizer, row, layout, rules, report)
+        except DataError as error:
+            message = str(error) if str(error).startswith(row.place) else f"{row.place}: {error}"
+            if rules.on_bad_row == "stop":
+                knows_key = "dataset." in message
+                hint = "" if knows_key else " (dataset.on_bad_row=skip leaves such rows out)"
+                raise DataError(message + hint) from None
+            report.rows_unreadable += 1
+            if report.rows_unreadable <= SHOWN_FAULTS:
+                report.notes.append(f"skipped {message}")
+    return _encode(tokenizer, drafts, rules, report, layout)
+
+
+def _drafts(
+    tokenizer: Tokenizer, row: Row, layout: Layout, rules: Rules, report: Report
+) -> list[_Draft]:
+    """The samples of one row, not yet encoded. Raises DataError where the row cannot be used."""
+    report.columns_not_used |= layout.not_used(row.columns)
+    content = layout.parse(row.columns)
+    if isinstance(content, Conversation):
+        template = tokenizer.require_template()
+        # a template may read any key, but a misspelt `weight` must not go unseen
+        report.columns_not_used |= {
+            f"{key} (of messages)" for key in content.other_keys if key not in template.source
+        }
+        samples = chat_samples(
+            template,
+            content,
+            train_on=rules.train_on,
+            history=rules.history,
+            train_on_input=rules.train_on_input,
+        )
+        report.messages_not_rendered += sum(sample.not_shown for sample in samples)
+        report.reasoning_lost += sum(sample.lost_reasoning for sample in samples)
+        report.turns_without_terminator += sum(sample.ends_open for sample in samples)
+        # of the messages, not of the rendering: a template may write the date of today
+        content_hash = row_hash(json.dumps(content.messages, sort_keys=True, default=str))
+        drafts = [
+            _Draft(
+                sample.rendering,
+                sample.trained,
+                add_bos=False,
+                add_eos=sample.ends_open,
+                row=content_hash,
+            )
+            for sample in samples
+        ]
+    elif not content.strip():  # BOS and EOS alone would teach to stop at once
+        report.rows_skipped += 1
+        return []
+    else:
+        text = _without_own_eos(content, tokenizer)
+        rendering = Rendering(text, plain=tokenizer.spelled_controls(text))
+        drafts = [
+            _Draft(
+                rendering,
+                ((0, len(text)),),
+                add_bos=tokenizer.adds_bos,
+                add_eos=True,
+                row=row_hash(content),
+            )
+        ]
+    for draft in drafts:
+        tokenizer.check_text(draft.rendering.text)
+    report.plain_controls += sum(len(draft.rendering.plain) for draft in drafts)
+    return drafts
+
+
+def _without_own_eos(text: str, tokenizer: Tokenizer) -> str:
+    """A text row without the EOS and BOS that it spells at its ends; the real tokens are added."""
+    eos, bos = tokenizer.token_text(tokenizer.eos_id), tokenizer.token_text(tokenizer.bos_id)
+    text = text.removesuffix(eos) if eos else text
+    return text.removeprefix(bos) if bos and tokenizer.adds_bos else text
+
+
+def _encode(
+    tokenizer: Tokenizer,
+    drafts: Sequence[_Draft],
+    rules: Rules,
+    report: Report,
+    layout: Layout | None,
+) -> Tokenized:
+    """Encode, add BOS and EOS, cut at max_seq_len, leave out samples without a target."""
+    zero, one = np.zeros(1, np.uint8), np.ones(1, np.uint8)
+    all_ids: list[np.ndarray] = []
+    all_trained: list[np.ndarray] = []
+    hashes: list[int] = []
+    encodings = tokenizer.encode_renderings([draft.rendering for draft in drafts])
+    for draft, encoded in zip(drafts, encodings, strict=True):
+        ids, trained = encoded.ids, encoded.mask(draft.trained)
+        if draft.add_bos and tokenizer.bos_id is not None:
+            ids, trained = [tokenizer.bos_id, *ids], np.concatenate([zero, trained])
+        if draft.add_eos and tokenizer.eos_id is not None:
+            ids, trained = [*ids, tokenizer.eos_id], np.concatenate([trained, one])
+        if rules.cut and len(ids) > tokenizer.max_seq_len:
+            report.rows_cut += 1
+            ids, trained = ids[: tokenizer.max_seq_len], trained[: tokenizer.max_seq_len]
+        if trained[1:].any():
+            all_ids.append(np.array(ids, np.int32))
+            all_trained.append(trained)
+            hashes.append(draft.row)
+        else:
+            report.rows_skipped += 1
+    return Tokenized(
+        tokens_T=np.concatenate([np.zeros(0, np.int32), *all_ids]),
+        trained_T=np.concatenate([np.zeros(0, np.uint8), *all_trained]),
+        lengths_N=np.array([len(ids) for ids in all_ids], np.int64),
+        rows_N=np.array(hashes, np.uint64),
+        report=report,
+        layout=layout,
+    )
