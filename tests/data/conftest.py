@@ -44,3 +44,16 @@ def load_rows(tmp_path: Path) -> Callable[..., SampleSet]:
         return data.dataset(tokenizer, source=str(path), **arguments)
 
     return load
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, bytes], str]:
+    """Writes a file and returns its path: `write("a.csv", content)`."""
+
+    def write(name: str, content: bytes) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return str(path)
+
+    return write

@@ -167,7 +167,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     number += 1
                     yield Row(f"{path}, row {number}", without_nulls(columns))
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}, after row {number}: {error}; write the file again") from None
+        said = " ".join(str(error).split())
+        raise DataError(f"{path}, after row {number}: {said}; write the file again") from None
 
 
 def _seekable(path: Path) -> AbstractContextManager[Any]:

@@ -85,15 +85,14 @@ def _item(text: _Text, path: Path, number: int) -> Any:
         try:
             value, end = decoder.raw_decode(text.left, text.position)
         except JSONDecodeError as error:
-            is_cut = error.msg.startswith("Unterminated") or (
-                error.pos >= len(text.left) - _LONGEST_TOKEN
-            )
-            if is_cut and text.read():
-                continue
-            at_end = error.msg.startswith("Unterminated") or error.pos >= len(text.left.rstrip())
-            ends = "; the file ends there, it is cut off" if at_end else "; repair the file"
+            is_open = error.msg.startswith("Unterminated")
             place = f"{path}, row {number}, line {text.line_at(error.pos)}"
-            raise DataError(f"{place}: not JSON: {error.msg}{ends}") from None
+            at_end = is_open or error.pos >= len(text.left.rstrip())
+            may_be_cut = is_open or error.pos >= len(text.left) - _LONGEST_TOKEN
+            if may_be_cut and text.read():
+                continue
+            ends = "the file ends there, it is cut off" if at_end else "repair the file"
+            raise DataError(f"{place}: not JSON: {error.msg}; {ends}") from None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, row {number}: not JSON: {error}") from None
         if end == len(text.left) and text.read():  # a number may go on

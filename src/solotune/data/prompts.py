@@ -55,18 +55,17 @@ def _text_prompts(path: Path) -> Iterator[Prompt]:
 
 
 def _row_prompts(path: Path) -> Iterator[Prompt]:
-    layout: Layout | None = None
     for row in read_rows(path, key="prompts_file"):
         if row.fault:
             raise DataError(f"{row.place}: {row.fault}")
-        layout = layout or _prompt_layout(row)
+        layout = _layout_of(row)  # its own: a file of prompts may mix formats
         try:
             yield _prompt_of(row, layout)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from None
 
 
-def _prompt_layout(row: Row) -> Layout:
+def _layout_of(row: Row) -> Layout:
     try:
         layout = find_layout(row.columns, row.place, answered=False)
     except DataError:
