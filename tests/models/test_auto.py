@@ -60,7 +60,7 @@ def test_a_field_that_would_change_the_result_stops_the_run_and_is_named(
 @pytest.mark.parametrize(
     ("scaling", "named"),
     [
-        ({"rope_type": "longrope", "factor": 2.0}, "rope_type 'longrope' is not supported"),
+        ({"rope_type": "longrope", "factor": 2.0}, "'longrope' lacks the field 'short_factor'"),
         ({"type": "dynamic", "factor": 2.0}, "rope_type 'dynamic' is not supported"),
         ({"rope_type": "linear"}, "'linear' lacks the field 'factor'"),
         ({"rope_type": "yarn"}, "'yarn' lacks the field 'factor'"),

@@ -19,10 +19,11 @@ def test_positions_beyond_256_keep_their_own_angles_in_a_bf16_model() -> None:
     model = set_dtype(tiny(), torch.bfloat16)
     positions_S = torch.arange(250, 2000)
     context = model.context(positions_S.unsqueeze(0), None)
-    assert context.cos_BSK.dtype == context.sin_BSK.dtype == torch.float32
+    cos_BSP, sin_BSP, _ = context.angles[0]
+    assert cos_BSP.dtype == sin_BSP.dtype == torch.float32
     exact_S = positions_S.double()  # the fastest pair turns by one radian a position
-    torch.testing.assert_close(context.cos_BSK[0, :, 0].double(), exact_S.cos(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(context.sin_BSK[0, :, 0].double(), exact_S.sin(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(cos_BSP[0, :, 0].double(), exact_S.cos(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(sin_BSP[0, :, 0].double(), exact_S.sin(), atol=1e-6, rtol=0)
 
 
 def test_a_bf16_query_is_turned_in_fp32_and_rounded_once() -> None:
@@ -30,7 +31,7 @@ def test_a_bf16_query_is_turned_in_fp32_and_rounded_once() -> None:
     positions_S = torch.arange(300, 364)
     rotary = Rotary(16, {"rope_type": "default", "rope_theta": 10000.0})
     x_SHK = torch.randn(64, 4, 16).bfloat16()
-    turned_SHK = rotate(x_SHK.unsqueeze(0), *rotary(positions_S.unsqueeze(0)))[0]
+    turned_SHK = rotate(x_SHK.unsqueeze(0), *rotary(positions_S.unsqueeze(0))[:2])[0]
     assert turned_SHK.dtype == torch.bfloat16
 
     frequency_K = 10000.0 ** -(torch.arange(0, 16, 2).double() / 16)

@@ -4,13 +4,14 @@ Shapes: B batch, S tokens, H heads, G key/value heads, K head width, M segments 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from solotune.models.segment_attention import _attend, _attend_backward, _masked, segment_attention
+from solotune.models import masked_attention
+from solotune.models.segment_attention import _attend, _attend_backward, segment_attention
 
 WIDTH, SCALE = 8, 0.3
 
@@ -21,6 +22,16 @@ SEGMENTS = {
     "longer than a block of rows": ((300, 5),),
     "longer than four blocks of rows": ((1100, 70),),
     "a block exactly": ((256, 512),),
+}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "all before it": {},
+    "a window of 7": {"window": 7},
+    "a window of one block and a bit": {"window": 300},
+    "a window of two": {"window": 2},
+    "a soft cap": {"soft_cap": 2.0},  # scores reach 4: some are near it
+    "a soft cap and a window": {"soft_cap": 2.0, "window": 100},
 }
 
 
@@ -49,25 +60,34 @@ def inputs(
     return random(heads), random(groups), random(groups), random(heads)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return scaled_dot_product_attention under an explicit mask, zero at filler."""
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Sequence[Sequence[int]],
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Return softmax attention over all scores under an explicit mask, zero at filler."""
     seen_BSS = torch.zeros(len(rows), q.size(1), q.size(1), dtype=torch.bool)
     real_BS = torch.zeros(len(rows), q.size(1), dtype=torch.bool)
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
             block = slice(start, start + length)
-            seen_BSS[row, block, block] = torch.ones(length, length, dtype=torch.bool).tril()
+            near = torch.ones(length, length, dtype=torch.bool).tril()
+            seen_BSS[row, block, block] = near if window is None else near.triu(1 - window)
             real_BS[row, block] = True
             start += length
     seen_BSS |= torch.eye(q.size(1), dtype=torch.bool)  # filler sees itself: no NaN
-    out = F.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (q, k, v)),
-        attn_mask=seen_BSS.unsqueeze(1),
-        scale=SCALE,
-        enable_gqa=True,
-    )
-    return out.transpose(1, 2) * real_BS[..., None, None]
+    shared = q.size(2) // k.size(2)
+    k, v = (t.repeat_interleave(shared, dim=2) for t in (k, v))
+    scores = torch.einsum("bqhk,bnhk->bhqn", q, k) * SCALE
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    p = scores.masked_fill(~seen_BSS.unsqueeze(1), -torch.inf).softmax(-1)
+    return torch.einsum("bhqn,bnhk->bqhk", p, v) * real_BS[..., None, None]
 
 
 def with_gradients(attend, *tensors: Tensor) -> list[Tensor]:
@@ -87,16 +107,19 @@ def real(rows: Sequence[Sequence[int]], grad_BSHK: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
 )
-def test_output_and_gradients_equal_dense_attention(rows, dtype, tolerance: float) -> None:
+def test_output_and_gradients_equal_dense_attention(rows, kind, dtype, tolerance: float) -> None:
     *qkv, grad = inputs(rows, dtype=dtype)
     lengths_BM = lengths_tensor(rows)
     found = with_gradients(
-        lambda q, k, v: segment_attention(q, k, v, lengths_BM, scale=SCALE), *qkv, real(rows, grad)
+        lambda q, k, v: segment_attention(q, k, v, lengths_BM, scale=SCALE, **kind),
+        *qkv,
+        real(rows, grad),
     )
-    wanted = with_gradients(lambda q, k, v: dense(q, k, v, rows), *qkv, real(rows, grad))
+    wanted = with_gradients(lambda q, k, v: dense(q, k, v, rows, **kind), *qkv, real(rows, grad))
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
@@ -117,15 +140,16 @@ def relative_l2(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", SEGMENTS.values(), ids=SEGMENTS)
-def test_bf16_is_within_one_percent_of_float64(rows) -> None:
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_bf16_is_within_one_percent_of_float64(rows, kind) -> None:
     *qkv, grad = inputs(rows, dtype=torch.bfloat16)
     lengths_BM, grad = lengths_tensor(rows), real(rows, grad)
     found = with_gradients(
-        lambda q, k, v: segment_attention(q, k, v, lengths_BM, scale=SCALE), *qkv, grad
+        lambda q, k, v: segment_attention(q, k, v, lengths_BM, scale=SCALE, **kind), *qkv, grad
     )
     assert all(t.dtype == torch.bfloat16 for t in found)
     exact = [t.double() for t in (*qkv, grad)]
-    wanted = with_gradients(lambda q, k, v: dense(q, k, v, rows), *exact)
+    wanted = with_gradients(lambda q, k, v: dense(q, k, v, rows, **kind), *exact)
     for name, ours, theirs in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         assert relative_l2(ours, theirs) < 0.01, name
 
@@ -157,40 +181,49 @@ def test_filler_is_finite_and_passes_nothing_on() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_operators_keep_the_contract_of_torch_library(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("numbers", [(SCALE,), (SCALE, 4), (SCALE, None, 2.0), (SCALE, 4, 2.0)])
+def test_both_operators_keep_the_contract_of_torch_library(dtype: torch.dtype, numbers) -> None:
     rows = ((5, 9), (14,))
     q, k, v, grad = inputs(rows, dtype=dtype)
     lengths_BM = lengths_tensor(rows)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    torch.library.opcheck(_attend, (*leaves, lengths_BM, SCALE))
+    torch.library.opcheck(_attend, (*leaves, lengths_BM, *numbers))
     plain = [t.detach() for t in (grad, *leaves)]
-    out, lse = torch.ops.solotune.segment_attention(*plain[1:], lengths_BM, SCALE)
-    torch.library.opcheck(_attend_backward, (*plain, lengths_BM, out, lse, SCALE))
+    out, lse = torch.ops.solotune.segment_attention(*plain[1:], lengths_BM, *numbers)
+    torch.library.opcheck(_attend_backward, (*plain, lengths_BM, out, lse, *numbers))
 
 
 @pytest.mark.parametrize("rows", SEGMENTS.values(), ids=SEGMENTS)
-def test_the_masked_path_of_other_devices_equals_the_cpu_path(rows) -> None:
-    *qkv, grad = inputs(rows)
-    lengths_BM, grad = lengths_tensor(rows), real(rows, grad)
-    found = with_gradients(lambda q, k, v: _masked(q, k, v, lengths_BM, SCALE), *qkv, grad)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_masked_path_of_other_devices_equals_the_cpu_path(rows, kind) -> None:
+    q, k, v, grad = inputs(rows)
+    lengths_BM = lengths_tensor(rows)
+    numbers = SCALE, kind.get("window"), kind.get("soft_cap")
+    found = [
+        masked_attention.forward(q, k, v, lengths_BM, *numbers),
+        *masked_attention.backward(grad, q, k, v, lengths_BM, *numbers),
+    ]
     wanted = with_gradients(
-        lambda q, k, v: segment_attention(q, k, v, lengths_BM, scale=SCALE), *qkv, grad
+        lambda q, k, v: segment_attention(q, k, v, lengths_BM, scale=SCALE, **kind), q, k, v, grad
     )
     torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_card_is_within_one_percent_of_float64(rows, dtype: torch.dtype) -> None:
-    # Two flash dtypes, and fp32, which takes the masked path.
+def test_the_card_is_within_one_percent_of_float64(rows, kind, dtype: torch.dtype) -> None:
+    # Two flash dtypes, and fp32, which takes the masked path, as soft caps do.
     *qkv, grad = inputs(rows, dtype=dtype, device="cuda", width=64)
     lengths_BM, grad = lengths_tensor(rows), real(rows, grad)
     found = with_gradients(
-        lambda q, k, v: segment_attention(q, k, v, lengths_BM.cuda(), scale=SCALE), *qkv, grad
+        lambda q, k, v: segment_attention(q, k, v, lengths_BM.cuda(), scale=SCALE, **kind),
+        *qkv,
+        grad,
     )
     exact = [t.double().cpu() for t in (*qkv, grad)]
-    wanted = with_gradients(lambda q, k, v: dense(q, k, v, rows), *exact)
+    wanted = with_gradients(lambda q, k, v: dense(q, k, v, rows, **kind), *exact)
     real_out = real(rows, found[0].cpu())  # the flash kernel fills filler with numbers of its own
     for name, ours, theirs in zip(
         ("out", "dq", "dk", "dv"), (real_out, *found[1:]), wanted, strict=True
@@ -202,14 +235,15 @@ def test_the_card_is_within_one_percent_of_float64(rows, dtype: torch.dtype) -> 
 
 
 @pytest.mark.gpu
-def test_attention_on_the_card_reads_nothing_back() -> None:
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_attention_on_the_card_reads_nothing_back(kind) -> None:
     rows = ((70, 30), (90,))
     *qkv, grad = inputs(rows, dtype=torch.bfloat16, device="cuda", width=64)
     lengths_BM = lengths_tensor(rows).cuda()
 
     def once() -> None:
         with_gradients(
-            lambda q, k, v: segment_attention(q, k, v, lengths_BM, scale=SCALE), *qkv, grad
+            lambda q, k, v: segment_attention(q, k, v, lengths_BM, scale=SCALE, **kind), *qkv, grad
         )
 
     once()

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from solotune.models.attention import Context, KVCache
 from solotune.models.linear import Linear
+from solotune.models.rope import Rotary, sequence_lengths
 
 
 def _sum_by_token(tokens_T: Tensor, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,6 +68,7 @@ class Decoder(nn.Module):
 
     Parameter names are Hugging Face's without `model.` (`layers.0.self_attn.q_proj.weight`).
     `config` is the parsed config.json it was built from. Tied: there is no `lm_head`.
+    `logit_soft_cap` c, which the loss is built with, bounds logits: c * tanh(logit / c).
     """
 
     def __init__(
@@ -74,21 +76,25 @@ class Decoder(nn.Module):
         blocks: Sequence[Block],
         *,
         norm: nn.Module,
-        rotary: nn.Module,
+        rotaries: Sequence[Rotary],
         vocab_size: int,
         width: int,
         tied: bool,
         cache_heads: int,
         head_dim: int,
         config: dict[str, Any],
+        embedding_scale: float = 1.0,
+        logit_soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, width)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
-        self.rotary = rotary
+        self.rotaries = nn.ModuleList(rotaries)
         self.lm_head = None if tied else Linear(width, vocab_size, bias=False)
         self.config = config
+        self.embedding_scale = embedding_scale
+        self.logit_soft_cap = logit_soft_cap
         self._cache_shape = (cache_heads, head_dim)
 
     @property
@@ -120,7 +126,8 @@ class Decoder(nn.Module):
         sum the same in every schedule: with tied weights autograd would mix lookup and head
         gradients in the order in which it happens to meet them.
         """
-        return F.embedding(tokens_BS, self.embed_tokens.weight)
+        x_BSD = F.embedding(tokens_BS, self.embed_tokens.weight)
+        return x_BSD if self.embedding_scale == 1 else x_BSD.mul_(self._embedding_scale())
 
     @torch.no_grad()
     def add_embedding_gradient(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -134,14 +141,32 @@ class Decoder(nn.Module):
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             rows_T, sums_TD = _sum_by_token(tokens_BS.flatten(), grad_BSD.flatten(0, 1))
+            if self.embedding_scale != 1:
+                sums_TD.mul_(self._embedding_scale())
             weight.grad.index_put_((rows_T,), sums_TD.to(weight.dtype), accumulate=True)
+
+    def _embedding_scale(self) -> Tensor:
+        """Return the scale on the host, rounded to the weights' dtype, as the models have it."""
+        return torch.tensor(self.embedding_scale, dtype=self.embed_tokens.weight.dtype)
+
+    def logits(self, hidden_BSD: Tensor) -> Tensor:
+        """Return logits_BSV of a few positions; a loss makes its own, a chunk at a time."""
+        logits_BSV = hidden_BSD @ self.output_weight.T
+        cap = self.logit_soft_cap
+        return logits_BSV if cap is None else cap * (logits_BSV.float() / cap).tanh()
 
     def context(
         self, positions_BS: Tensor, segments_BM: Tensor | None, cache: KVCache | None = None
     ) -> Context:
         """Return what all blocks share in this batch."""
-        cos_BSK, sin_BSK = self.rotary(positions_BS)
-        return Context(positions_BS, segments_BM, cos_BSK, sin_BSK, cache)
+        lengths_BS = None
+        if any(rotary.by_length for rotary in self.rotaries):
+            if cache is not None:  # keys stay as they were turned, so by the longest they can get
+                lengths_BS = torch.full_like(positions_BS, cache.max_tokens)
+            elif segments_BM is not None:
+                lengths_BS = sequence_lengths(segments_BM, positions_BS.size(1))
+        angles = tuple(rotary(positions_BS, lengths_BS) for rotary in self.rotaries)
+        return Context(positions_BS, segments_BM, angles, cache)
 
     def hidden_states(
         self,

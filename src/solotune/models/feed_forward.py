@@ -3,21 +3,46 @@
 Shapes: B batch, S tokens, D width, F feed-forward width.
 """
 
+from functools import partial
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from solotune.models.linear import Linear
 
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
 
 class GatedFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), D -> F -> D. Source: 2002.05202 (SwiGLU)."""
+    """down(activation(gate(x)) * up(x)), D -> F -> D. Source: 2002.05202 (SwiGLU, GEGLU).
 
-    def __init__(self, width: int, hidden_width: int, *, bias: bool = False) -> None:
+    `fused`: gate and up are the two halves of one matrix.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+        fused: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate_proj = Linear(width, hidden_width, bias=bias)
-        self.up_proj = Linear(width, hidden_width, bias=bias)
+        self.activation = _ACTIVATIONS[activation]
+        self.fused = fused
+        if fused:
+            self.gate_up_proj = Linear(width, 2 * hidden_width, bias=bias)
+        else:
+            self.gate_proj = Linear(width, hidden_width, bias=bias)
+            self.up_proj = Linear(width, hidden_width, bias=bias)
         self.down_proj = Linear(hidden_width, width, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        gated_BSF = F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
-        return self.down_proj(gated_BSF)
+        if self.fused:
+            gate_BSF, up_BSF = self.gate_up_proj(x_BSD).chunk(2, dim=-1)
+        else:
+            gate_BSF, up_BSF = self.gate_proj(x_BSD), self.up_proj(x_BSD)
+        return self.down_proj(self.activation(gate_BSF) * up_BSF)

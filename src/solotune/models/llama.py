@@ -1,168 +1,42 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3 and SmolLM2: pre-norm blocks, grouped queries, gated feed-forward.
+"""Llama 2, 3, 3.1, 3.2, 3.3 and SmolLM2: pre-norm blocks, grouped queries, gated feed-forward."""
 
-Shapes: B batch, S tokens, D width.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from solotune.models.blocks import build_decoder
+from solotune.models.decoder import Decoder
+from solotune.models.fields import ROPE, SIZES, Fields, one_rope
+from solotune.models.settings import Settings, settings_of
 
-from solotune.errors import CheckpointError
-from solotune.models.attention import Attention, Context
-from solotune.models.decoder import Block, Decoder
-from solotune.models.feed_forward import GatedFeedForward
-from solotune.models.norm import RMSNorm
-from solotune.models.rope import Rotary, rope_settings
-
-# What config.json may hold without a say in the forward pass of a training step.
-INERT_FIELDS = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version use_cache initializer_range "
-    "bos_token_id eos_token_id pad_token_id max_position_embeddings _name_or_path "
-    "is_llama_config rope_interleaved transformers.js_config return_dict output_hidden_states "
-    "output_attentions".split()
-)
-_READ_FIELDS = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters "
-    "tie_word_embeddings attention_bias mlp_bias".split()
-)
-# Fields that would change the result, with the values under which they do not.
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_dropout": (0, 0.0, None),
-    "pretraining_tp": (1, None),
-    "sliding_window": (None,),
-    "quantization_config": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
-    # of derived families whose folders still say `llama`
-    "use_sliding_window": (False, None),
-    "qk_norm": (False, None),
-    "use_qk_norm": (False, None),
-    "num_experts": (0, 1, None),
-    "num_local_experts": (0, 1, None),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (1, 1.0, None),
-    "residual_multiplier": (1, 1.0, None),
-    "logits_scaling": (1, 1.0, None),
-    "logit_scale": (1, 1.0, None),
-    "original_max_position_embeddings": (None,),  # belongs into the rope scaling
-}
-KNOWN_FIELDS = INERT_FIELDS | _READ_FIELDS | frozenset(_NEUTRAL_VALUES)
-
-
-# What a field must be for the model to be built; None is no value where there is a default.
-_FIELD_KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "a whole number above 0",
-        lambda value: type(value) is int and value > 0,
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads",
-    ),
-    (
-        "a whole number above 0 or null",
-        lambda value: value is None or (type(value) is int and value > 0),
-        "num_key_value_heads head_dim",
-    ),
-    ("a number above 0", lambda value: type(value) in (int, float) and value > 0, "rms_norm_eps"),
-    (
-        "a number above 0 or null",
-        lambda value: value is None or (type(value) in (int, float) and value > 0),
-        "rope_theta",
-    ),
-    (
-        "true or false",
-        lambda value: isinstance(value, bool),
-        "tie_word_embeddings attention_bias mlp_bias",
-    ),
-    (
-        "an object or null",
-        lambda value: value is None or isinstance(value, dict),
-        "rope_scaling rope_parameters",
-    ),
+FIELDS = Fields(
+    "llama",
+    defaults=SIZES
+    | ROPE
+    | {
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
 )
 
 
-class LlamaBlock(Block):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
-
-    def __init__(self, config: dict[str, Any], index: int) -> None:
-        super().__init__()
-        width, eps = config["hidden_size"], config.get("rms_norm_eps", 1e-6)
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(
-            width,
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=_kv_heads(config),
-            head_dim=_head_dim(config),
-            index=index,
-            bias=config.get("attention_bias", False),
-        )
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedFeedForward(
-            width, config["intermediate_size"], bias=config.get("mlp_bias", False)
-        )
-
-    def layer(self, x_BSD: Tensor, context: Context) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), context)
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
-
-
-def llama(config: dict[str, Any]) -> Decoder:
-    """Build the model that a parsed config.json of model_type `llama` describes.
-
-    Raises CheckpointError for a field whose value would change the result and is not supported.
-    """
-    for kind, fits, fields in _FIELD_KINDS:
-        for field in fields.split():
-            if field in config and not fits(config[field]):
-                raise CheckpointError(
-                    f"config.json: {field}={config[field]!r} is not {kind}: fetch the file again"
-                )
-    for field, neutral in _NEUTRAL_VALUES.items():
-        if field in config and config[field] not in neutral:
-            raise CheckpointError(
-                f"config.json: {field}={config[field]!r} is not supported for llama models"
-                f" (supported: {', '.join(map(repr, neutral))})"
-            )
-    head_dim, heads, kv_heads = _head_dim(config), config["num_attention_heads"], _kv_heads(config)
-    if head_dim % 2 or heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: a head_dim of {head_dim} and {heads} heads over {kv_heads} key/value "
-            "heads is no model: head_dim is even, and heads a multiple of key/value heads"
-        )
-    return Decoder(
-        [LlamaBlock(config, index) for index in range(config["num_hidden_layers"])],
-        norm=RMSNorm(config["hidden_size"], config.get("rms_norm_eps", 1e-6)),
-        rotary=Rotary(head_dim, rope_settings(config)),
-        vocab_size=config["vocab_size"],
-        width=config["hidden_size"],
-        tied=config.get("tie_word_embeddings", False),
-        cache_heads=kv_heads,
-        head_dim=head_dim,
-        config=config,
+def settings(config: dict[str, Any]) -> Settings:
+    values = FIELDS.read(config)
+    return settings_of(
+        values,
+        ropes=(one_rope(values),),
+        attention_bias=values["attention_bias"],
+        output_bias=values["attention_bias"],
+        mlp_bias=values["mlp_bias"],
     )
 
 
-def described(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what the forward pass takes from a config, however it is spelled."""
-    return {
-        "num_hidden_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "head_dim": _head_dim(config),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": config.get("tie_word_embeddings", False),
-        **rope_settings(config),
-    }
-
-
-def _head_dim(config: dict[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
-def _kv_heads(config: dict[str, Any]) -> int:
-    return config.get("num_key_value_heads") or config["num_attention_heads"]
+def llama(config: dict[str, Any]) -> Decoder:
+    """Build the model that a parsed config.json of model_type `llama` describes."""
+    return build_decoder(config, settings(config))
 
 
 # --- published sizes --------------------------------------------------------------------------
