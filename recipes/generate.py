@@ -144,7 +144,7 @@ def answer(
     done_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     picked: list[Tensor] = []
     for number in range(cfg.max_new_tokens):
-        token_B = pick(cfg, last_BD @ model.output_weight.T, generators)  # [mem] B rows of logits
+        token_B = pick(cfg, model.logits(last_BD), generators)  # [mem] B rows of logits
         picked.append(token_B)
         done_B |= torch.isin(token_B, stops)
         if number % 8 == 7 and done_B.all():  # a host read, so not at each token

@@ -46,10 +46,14 @@ def leaves(
     return hidden_BSD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_()
 
 
-def exact(inputs: Sequence[Tensor], batch: Targets, num: int) -> list[Tensor]:
+def exact(
+    inputs: Sequence[Tensor], batch: Targets, num: int, *, soft_cap: float | None = None
+) -> list[Tensor]:
     """Return loss and gradients by F.cross_entropy in float64."""
     inputs = [t.detach().double().requires_grad_() for t in inputs]
     logits_BSV = inputs[0] @ inputs[1].T
+    if soft_cap is not None:
+        logits_BSV = soft_cap * torch.tanh(logits_BSV / soft_cap)
     total = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
     loss = total / num
     return [loss.detach(), *torch.autograd.grad(loss, inputs)]
@@ -77,6 +81,30 @@ def test_value_and_gradients_equal_cross_entropy_in_float64(chunk_tokens: int | 
     wanted = exact(leaves(), batch, len(batch.target_rows_T))
     for name, a, b in zip(("loss", "hidden", "weight"), ours, wanted, strict=True):
         assert relative_l2(a, b) <= 1e-6, name
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("soft_cap", [30.0, 3.0])  # logits have a spread of 3
+def test_a_soft_cap_is_of_the_logits_and_in_the_gradients(
+    chunk_tokens: int | None, soft_cap: float
+) -> None:
+    batch = targets(2, 50)
+    loss_fn = LinearCrossEntropy(chunk_tokens=chunk_tokens, soft_cap=soft_cap)
+    ours = found(loss_fn, leaves(), batch, len(batch.target_rows_T))
+    wanted = exact(leaves(), batch, len(batch.target_rows_T), soft_cap=soft_cap)
+    for name, a, b in zip(("loss", "hidden", "weight"), ours, wanted, strict=True):
+        assert relative_l2(a, b) <= 1e-6, name
+    uncapped = exact(leaves(), batch, len(batch.target_rows_T))
+    assert relative_l2(wanted[1], uncapped[1]) > 1e-3  # otherwise the above would show nothing
+
+
+def test_a_soft_cap_in_bf16_is_within_one_percent_of_float64() -> None:
+    batch = targets(2, 50)
+    inputs = leaves(dtype=torch.bfloat16)
+    ours = found(LinearCrossEntropy(chunk_tokens=16, soft_cap=3.0), inputs, batch, 70)
+    wanted = exact(inputs, batch, 70, soft_cap=3.0)
+    for name, a, b in zip(("loss", "hidden", "weight"), ours, wanted, strict=True):
+        assert relative_l2(a, b) < 0.01, name
 
 
 def test_a_loss_object_gives_the_same_bits_whatever_it_has_seen_before() -> None:
@@ -189,9 +217,11 @@ def test_92_chunks_in_bf16_are_as_exact_as_one() -> None:
     assert distance(4) <= 1.2 * distance(368) < 0.01
 
 
-def test_chunk_tokens_below_1_is_refused_by_name() -> None:
+def test_chunk_tokens_below_1_and_a_soft_cap_of_0_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"loss\.chunk_tokens=0"):
         LinearCrossEntropy(chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"loss\.soft_cap=0"):
+        LinearCrossEntropy(soft_cap=0.0)
 
 
 def plain(inputs: Sequence[Tensor], batch: Targets) -> None:

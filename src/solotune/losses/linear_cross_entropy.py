@@ -2,7 +2,8 @@
 
 Saves:    the logits: V * (bytes of the dtype + 4) bytes a target, for all targets but one chunk's.
           Only target rows are projected.
-Costs:    the head's gradient in fp32 (4 V D bytes) where there is more than one chunk.
+Costs:    the head's gradient in fp32 (4 V D bytes) where there is more than one chunk; with a soft
+          cap, another 4 bytes a logit of the chunk.
 Excludes: a second backward through the same loss.
 Label:    reordered. Figures: docs/linear_cross_entropy.md
 
@@ -29,14 +30,17 @@ class LinearCrossEntropy(nn.Module):
     """Cross-entropy from hidden states, with the logits of one chunk alive at a time.
 
     `chunk_tokens` is the number of target rows of one chunk; None: what 256 MiB of fp32
-    logits hold.
+    logits hold. `soft_cap` c, which a recipe takes from the model, bounds logits: c * tanh(x / c).
     """
 
-    def __init__(self, *, chunk_tokens: int | None = None) -> None:
+    def __init__(self, *, chunk_tokens: int | None = None, soft_cap: float | None = None) -> None:
         super().__init__()
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"loss.chunk_tokens={chunk_tokens}: use at least 1, or null")
+        if soft_cap is not None and not soft_cap > 0:
+            raise ValueError(f"loss.soft_cap={soft_cap}: use a number above 0, or null")
         self.chunk_tokens = chunk_tokens
+        self.soft_cap = soft_cap
         self._chunks: dict[Any, Tensor] = {}  # reused: fresh pages cost as much as the softmax
 
     def forward(
@@ -111,7 +115,7 @@ def _to_gradient_(
     """Turn logits into scale * (softmax - one_hot), in place; return the rows' summed loss.
 
     The softmax is fp32. On CPU a few rows at a time, so that it stays in the cache; on a card the
-    whole chunk, in one buffer.
+    whole chunk, in one buffer. With a soft cap the gradient is that of the logits before it.
     """
     rows, vocab = logits_NV.shape
     step = max(1, _CPU_TILE_BYTES // (4 * vocab)) if logits_NV.device.type == "cpu" else rows
@@ -120,11 +124,19 @@ def _to_gradient_(
     for logits_RV, labels_R in zip(logits_NV.split(step), labels_N.split(step), strict=True):
         labels_R1 = labels_R.unsqueeze(1)
         p_RV = buffer_RV[: len(logits_RV)].copy_(logits_RV)
+        slope_RV = None
+        if loss.soft_cap is not None:
+            p_RV.div_(loss.soft_cap).tanh_()
+            slope_RV = loss.chunk_buffer("slope", len(p_RV), vocab, total)
+            torch.mul(p_RV, p_RV, out=slope_RV).neg_().add_(1)
+            p_RV.mul_(loss.soft_cap)
         max_R, target_R = p_RV.amax(1), p_RV.gather(1, labels_R1).squeeze(1)
         torch.softmax(p_RV, 1, out=p_RV)
         # The softmax at the maximum is 1 / sum(exp(x - max)): log Z without another pass.
         total += (max_R - p_RV.amax(1).log() - target_R).sum()
         p_RV.scatter_add_(1, labels_R1, p_RV.new_full((len(p_RV), 1), -1.0))
+        if slope_RV is not None:
+            p_RV.mul_(slope_RV)
         torch.mul(p_RV, scale, out=logits_RV)
     return total
 
