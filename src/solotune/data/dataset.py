@@ -11,8 +11,9 @@ from solotune.data.cache import CacheEntry, CacheWriter, cache_key, default_cach
 from solotune.data.chat import History, TrainOn
 from solotune.data.files import Row
 from solotune.data.formats import Format
+from solotune.data.preview import sample_lines
 from solotune.data.samples import Batching, Report, SampleSet, SampleWriter, chunks
-from solotune.data.sources import data_files, is_hub_name, read_rows
+from solotune.data.sources import data_files, is_hub_name, read_rows, source_name
 from solotune.data.tokenizing import OnBadRow, Rules, Tokenized, tokenize_rows
 from solotune.data.workers import default_workers, tokenize_in_workers
 from solotune.errors import DataError
@@ -77,7 +78,7 @@ def dataset(
     return build_samples(
         tokenizer,
         read_rows(source, config=config, split=split, revision=revision),
-        source=source,
+        source=source_name(source, config=config, split=split, revision=revision),
         rules=rules,
         batching=batching,
         max_rows=max_rows,
@@ -102,10 +103,14 @@ def build_samples(
         return samples
     rules = rules or Rules()
     report = Report(source=source, format=rules.format)
+    first: list[str] = []
     with SampleWriter() if cache is None else CacheWriter(cache) as writer:
         for part in tokenized(tokenizer, islice(rows, max_rows), rules, num_workers=num_workers):
             writer.extend(part.tokens_T, part.trained_T, part.lengths_N, part.rows_N)
             report.add(part.report)
+            if not first and len(part.lengths_N):
+                sample = slice(part.lengths_N[0])
+                first = sample_lines(tokenizer, part.tokens_T[sample], part.trained_T[sample])
         if not len(writer):
             skipped = "".join(f"; {note}" for note in report.notes)
             raise DataError(
@@ -115,6 +120,7 @@ def build_samples(
             )
         if tokenizer.template is not None and report.format != "text":
             report.notes += _template_notes(tokenizer)
+        report.notes += ["the first sample:", *first]
         return writer.finish(report=report, batching=batching)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 from solotune.data.files import Row, without_nulls
 from solotune.errors import DataError
 
+_LONGEST_SAID = 300  # characters of a message of the library
+
 
 def hub_rows(
     name: str,
@@ -40,8 +42,8 @@ def _explain(error: Exception, key: str) -> str:
     from datasets.exceptions import DatasetNotFoundError
 
     node = key.rpartition(".")[0]
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    said = said or type(error).__name__
+    said = " ".join(str(error).split()).partition(" Example of usage")[0] or type(error).__name__
+    said = said if len(said) <= _LONGEST_SAID else f"{said[:_LONGEST_SAID]} ..."
     if isinstance(error, ConnectionError):
         return (
             f"no such file or folder, and the Hub cannot be reached ({said}): go online once to "

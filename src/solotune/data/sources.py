@@ -3,6 +3,7 @@
 import glob
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from solotune.config.suggest import suggest
@@ -32,7 +33,7 @@ def read_rows(
     streaming: bool = False,
     key: str = "dataset.source",
 ) -> Iterator[Row]:
-    """The rows of a file, of all files of a folder or glob, or of a Hub data set, one at a time.
+    """An iterator of the rows of a file, all files of a folder or glob, or a Hub data set.
 
     Rows that cannot be parsed carry a `fault`. `split` chooses files of a folder by their names,
     or a split of a Hub data set (`train` where it is None); `config` and `revision` are the Hub's;
@@ -41,10 +42,9 @@ def read_rows(
     effect.
     """
     if is_hub_name(source):
-        yield from hub_rows(
+        return hub_rows(
             str(source), config=config, split=split, revision=revision, streaming=streaming, key=key
         )
-        return
     node = key.rpartition(".")[0]
     for name, value in (("config", config), ("revision", revision)):
         if value is not None:
@@ -52,8 +52,23 @@ def read_rows(
                 f"{node}.{name}={value} chooses a part of a Hub data set, and {source} is a local "
                 "path: remove the key"
             )
-    for path in data_files(source, split=split, key=key):
-        yield from file_rows(path)
+    files = data_files(source, split=split, key=key)
+    return chain.from_iterable(map(file_rows, files))
+
+
+def source_name(
+    source: str, *, config: str | None = None, split: str | None = None, revision: str | None = None
+) -> str:
+    """The source and what is read of it, for people: `data (2 files)`, `owner/name (split test)`.
+
+    Raises what `data_files` raises.
+    """
+    if is_hub_name(source):
+        parts = {"config": config, "split": split or "train", "revision": revision}
+        chosen = ", ".join(f"{name} {value}" for name, value in parts.items() if value)
+        return f"{source} ({chosen})"
+    files = data_files(source, split=split)
+    return source if len(files) == 1 else f"{source} ({len(files)} files)"
 
 
 def is_hub_name(source: str | Path) -> bool:
