@@ -13,6 +13,7 @@ VERBS = {
     "ls": "list the recipes and their configs",
     "cat": "print a recipe or a config",
     "cp": "copy a recipe or a config, to change it",
+    "download": "fetch a model from the Hugging Face Hub",
     "diff": "show what a copy changes of its original",
     "completion": "make a shell complete recipes, configs and keys",
     "validate": "check a config without reading any weights",
