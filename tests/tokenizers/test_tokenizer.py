@@ -1,6 +1,7 @@
 """Tokenizer folders: ids, special tokens, templates in each of their places, saving."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def test_chatml_for_a_base_model_keeps_its_bos(write_tokenizer: Write, tmp_path:
 
 def test_chatml_needs_its_control_tokens(write_tokenizer: Write, tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, template=None, specials=("<s>", "</s>"))
-    with pytest.raises(ConfigError, match=r"chatml needs <\|im_start\|> and <\|im_end\|>"):
+    repair = re.escape("tokenizer.added_tokens=[<|im_start|>, <|im_end|>]")
+    with pytest.raises(ConfigError, match=rf"chatml writes .* no token: add them with {repair}"):
         tokenizers.auto(folder, chat_template="chatml")
 
 
@@ -166,7 +168,18 @@ def test_a_saved_folder_opens_in_transformers(write_tokenizer: Write, tmp_path: 
 @pytest.mark.parametrize(
     ("files", "arguments", "message"),
     [
-        ({}, {}, "holds no tokenizer.json: set checkpoint_dir or tokenizer.path"),
+        (
+            {},
+            {},
+            r"holds no tokenizer \(tokenizer.json, .*\): set checkpoint_dir or tokenizer.path",
+        ),
+        ({"vocab.json": "{}", "merges.txt": ""}, {}, "let transformers write a tokenizer.json"),
+        ({"tokenizer.json": "version https://git-lfs"}, {}, "is a Git LFS pointer"),
+        ({"tokenizer.model": "version https://git-lfs"}, {}, "is a Git LFS pointer"),
+        ({"tokenizer.model": "IQ== 0\nIg== 2\n"}, {}, "line 2: not a token in base64"),
+        ({"tokenizer.model": "IQ== 0\nIg== 1\n"}, {}, "2 tiktoken ranks, which belong to no known"),
+        ({"tokenizer.model": "nonsense"}, {}, "is no sentencepiece model"),
+        ({"tekken.json": '{"vocab": [], "config": {}}'}, {}, "is no tekken.json .*fetch the file"),
         ({"tokenizer.json": "{"}, {}, "tokenizer.json is not JSON"),
         ({"tokenizer.json": "{}"}, {}, "tokenizer.json cannot be used"),
         ({}, {"path": "/nowhere"}, "tokenizer.path=/nowhere: no such folder"),

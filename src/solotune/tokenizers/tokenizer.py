@@ -1,8 +1,8 @@
-"""A tokenizer.json with its special tokens and chat template; which tokens are trained.
+"""A tokenizer with its special tokens and chat template; which tokens are trained.
 
 Control tokens in a text are plain text unless a template wrote them. So the tokenizer that encodes
-is a copy of the file whose special tokens are spelled with noncharacters: what a template wrote is
-respelled before encoding, and what a user typed then matches nothing.
+spells its special tokens with noncharacters: what a template wrote is respelled before encoding,
+and what a user typed then matches nothing.
 """
 
 import json
@@ -13,21 +13,23 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tokenizers
 
 from solotune.config.fitting import Minimum
-from solotune.errors import CheckpointError, ConfigError, DataError, UserError
+from solotune.errors import CheckpointError, ConfigError, DataError
 from solotune.tokenizers.chat_template import (
-    CHATML,
     RESERVED,
     ChatTemplate,
     Message,
     Rendering,
     number_mark,
 )
+from solotune.tokenizers.encoded import EncodedText
+from solotune.tokenizers.folder import Definition, read_definition, read_json, tokenizer_file
+from solotune.tokenizers.template_source import find_template, tokens_lacking
 
 _GUARD = "\ufde5"  # opens the respelling of a special token
+_GUARDED = re.compile(_GUARD + "[^\ufde2]*\ufde2")
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,69 +43,69 @@ _FILES = (
 
 
 class Tokenizer:
-    """Encodes and decodes with one tokenizer.json.
+    """Encodes and decodes with the tokenizer in one folder.
 
-    `bos_id` and `eos_id` are None where the model has none; `adds_bos` says whether the file itself
-    puts BOS before a text; `max_seq_len` is in tokens; `template` is None for a base model without
-    one.
+    `bos_id` and `eos_id` are None where the model has none; `adds_bos` says whether the tokenizer
+    itself puts BOS before a text; `max_seq_len` is in tokens; `template` is None for a base model
+    without one. `new_ids` are those of `added_tokens` that the files lack; `rows_wanted` is how
+    many rows `added_tokens` need in an embedding, 0 without them. `notes` are facts to print.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
+        file: str | None = None,
         max_seq_len: int = 2048,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        added_tokens: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.max_seq_len = max_seq_len
         self.made_with = {
+            "file": file,
             "max_seq_len": max_seq_len,
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
+            "added_tokens": tuple(added_tokens),
         }
-        if not (folder / "tokenizer.json").is_file():
-            raise CheckpointError(
-                f"{folder} holds no tokenizer.json: set checkpoint_dir or tokenizer.path to a "
-                "folder that does"
-            )
-        definition = {"added_tokens": [], **_read_json(folder / "tokenizer.json")}
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(
-            folder / "tokenizer_config.json"
-        )
-        generation = _read_json(folder / "config.json") | _read_json(
+        self._file = folder / file if file else tokenizer_file(folder)
+        config = _tokenizer_config(folder)
+        generation = read_json(folder / "config.json") | read_json(
             folder / "generation_config.json"
         )
-        self._tokenizer = _build(definition, folder)
-        self._specials = {
-            token["content"]: token["id"]
-            for token in definition["added_tokens"]
-            if token["special"]
-        }
+        definition, self.new_ids = self._define(config)
+        self._is_converted = definition.is_converted
+        self._specials = definition.specials()
+        self.rows_wanted = 1 + max((self._specials[text] for text in added_tokens), default=-1)
+        self.vocab_size = 1 + max(definition.ids())
         self._guards = {
             text: number_mark(_GUARD, token_id) for text, token_id in self._specials.items()
         }
-        self._guarded = _build(_respell(definition, self._guards), folder)
+        self._unguarded = {guard: text for text, guard in self._guards.items()}
+        self._guarded = _build(_respell(definition.content, self._guards), self._file)
+        self._check_ids(definition)
         self._control_pattern = re.compile(
             "|".join(map(re.escape, sorted(self._specials, key=len, reverse=True)))
         )
 
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         texts = {key: _token_text(value) for key, value in config.items() if key.endswith("_token")}
         self._variables: dict[str, Any] = {
             key: text for key, text in texts.items() if isinstance(text, str)
         }
-        self.bos_id = self._id_of("bos", generation)
-        self.eos_id = self._id_of("eos", generation)
+        self.bos_id = self._id_of("bos", generation, definition.bos)
+        self.eos_id = self._id_of("eos", generation, definition.eos)
         self._eos_ids = set(_token_ids("eos", generation))
-        first = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
-        self.adds_bos = (
-            config.get("add_bos_token", True) and self.bos_id is not None and first == [self.bos_id]
+        self.adds_bos = self.bos_id is not None and (
+            config.get("add_bos_token") is True
+            or (
+                config.get("add_bos_token", True)
+                and _first_ids(definition.content)[:1] == [self.bos_id]
+            )
         )
-        if config.get("add_bos_token") is True and self.bos_id is not None:
-            self.adds_bos = True
         self._template_is_chosen = chat_template is not None
+        self.notes: list[str] = []
         self.template = self._load_template(chat_template, config, chat_template_kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +137,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; `skip_special` leaves out special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        text = self._guarded.decode(list(ids), skip_special_tokens=skip_special)
+        return _GUARDED.sub(lambda mark: self._unguarded.get(mark[0], mark[0]), text)
 
     def encode_chat(
         self,
@@ -150,7 +153,7 @@ class Tokenizer:
         )
         return self.encode_renderings([rendering])[0].ids
 
-    def encode_renderings(self, renderings: Sequence[Rendering]) -> list["EncodedText"]:
+    def encode_renderings(self, renderings: Sequence[Rendering]) -> list[EncodedText]:
         """Encode many renderings at once; control tokens outside their `plain` spans become ids."""
         guarded = [self._guard(rendering) for rendering in renderings]
         encodings = self._guarded.encode_batch(
@@ -172,11 +175,12 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """The id of a token by its exact text, or None."""
-        return self._tokenizer.token_to_id(text)
+        return self._guarded.token_to_id(self._guards.get(text, text))
 
     def token_text(self, token_id: int | None) -> str | None:
         """The exact text of a token as the vocabulary spells it, or None."""
-        return None if token_id is None else self._tokenizer.id_to_token(token_id)
+        text = None if token_id is None else self._guarded.id_to_token(token_id)
+        return None if text is None else self._unguarded.get(text, text)
 
     def require_template(self) -> ChatTemplate:
         """The chat template. Raises ConfigError with the repair where the model has none."""
@@ -188,20 +192,40 @@ class Tokenizer:
         return self.template
 
     def save(self, folder: Path) -> None:
-        """Copy the tokenizer files to `folder`, with the chat template that was used."""
+        """Write the tokenizer to `folder`, with its added tokens and the template that was used.
+
+        Files are copied where they say it all. Otherwise tokenizer.json is written anew, and
+        tokenizer_config.json says that it is all there is to read.
+        """
         for name in _FILES:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
+        path = folder / "tokenizer_config.json"
+        old = read_json(path)
+        config = dict(old)
+        if self._is_converted or self.new_ids:
+            content = self._define(_tokenizer_config(self.folder))[0].content
+            text = json.dumps(content, ensure_ascii=False)
+            (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+            if "added_tokens_decoder" in config:  # transformers would believe it alone
+                config["added_tokens_decoder"] = {
+                    str(token["id"]): {key: token[key] for key in token if key != "id"}
+                    for token in content["added_tokens"]
+                }
+        if self._is_converted:
+            config |= {key: value for key, value in self._variables.items() if key not in config}
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
+            config["clean_up_tokenization_spaces"] = False
+            for key in ("legacy", "add_prefix_space", "sp_model_kwargs", "auto_map"):
+                config.pop(key, None)
         if self._template_is_chosen and self.template is not None:
             (folder / "chat_template.jinja").write_text(
                 self.template.source, encoding="utf-8", newline=""
             )
-            config = _read_json(folder / "tokenizer_config.json")
-            if (
-                config.pop("chat_template", None) is not None
-            ):  # two templates in one folder would contradict
-                text = json.dumps(config, indent=2, ensure_ascii=False)
-                (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+            config.pop("chat_template", None)  # two templates in one folder would contradict
+        if config != old:
+            text = json.dumps(config, indent=2, ensure_ascii=False)
+            path.write_text(text + "\n", encoding="utf-8")
 
     def check_text(self, text: str) -> None:
         """Raises DataError where `text` holds code points that cannot be encoded."""
@@ -238,17 +262,50 @@ class Tokenizer:
             else ()
         )
 
-    def _id_of(self, which: str, generation: Mapping[str, Any]) -> int | None:
-        """The id of BOS or EOS, by its text in tokenizer_config.json, else by config.json's ids."""
-        text = self._variables.get(f"{which}_token")
+    def _define(self, config: Mapping[str, Any]) -> tuple[Definition, tuple[int, ...]]:
+        """What the files say with the added tokens; the ids of those that the files lack.
+
+        Read again for `save`, rather than kept: it is some 100 MB.
+        """
+        definition = read_definition(self._file, config)
+        added_tokens: Sequence[str] = self.made_with["added_tokens"]
+        if not added_tokens:
+            return definition, ()
+        if not all(added_tokens):
+            raise ConfigError("tokenizer.added_tokens holds an empty text: remove it")
+        known = set(definition.ids())
+        definition = definition.with_added(added_tokens)
+        ids = (definition.specials()[text] for text in dict.fromkeys(added_tokens))
+        return definition, tuple(token_id for token_id in ids if token_id not in known)
+
+    def _check_ids(self, definition: Definition) -> None:
+        """Raise where the library numbers an added token otherwise than the file."""
+        for token in definition.content["added_tokens"]:
+            token_id = self.token_id(token["content"])
+            if token_id != token["id"]:
+                raise CheckpointError(
+                    f"{self._file}: the token {token['content']!r} gets the id {token_id} and not "
+                    f"{token['id']}, as ids are missing before it: fetch the file again"
+                )
+
+    def _id_of(
+        self, which: str, generation: Mapping[str, Any], published: str | None
+    ) -> int | None:
+        """The id of BOS or EOS.
+
+        By its text in tokenizer_config.json, else by config.json's ids, else as published.
+        """
+        ids = _token_ids(which, generation)
+        text = self._variables.get(f"{which}_token", None if ids else published)
         if text is not None:
             token_id = self.token_id(text)
             if token_id is None:
                 raise CheckpointError(
-                    f"{self.folder}: {which}_token {text!r} is not in tokenizer.json"
+                    f"{self.folder}: {which}_token {text!r} is not in {self._file.name}"
                 )
+            self._variables[f"{which}_token"] = text
             return token_id
-        token_id = next(iter(_token_ids(which, generation)), None)
+        token_id = next(iter(ids), None)
         if (text := self.token_text(token_id)) is not None:
             self._variables[f"{which}_token"] = text
         return token_id
@@ -256,43 +313,12 @@ class Tokenizer:
     def _load_template(
         self, choice: str | None, config: Mapping[str, Any], kwargs: Mapping[str, Any] | None
     ) -> ChatTemplate | None:
-        name = f"{self.folder}: the chat template"
-        in_folder = self.folder / "chat_template.jinja"
-        if choice == "chatml":
-            missing = [
-                text for text in ("<|im_start|>", "<|im_end|>") if text not in self._specials
-            ]
-            if missing:
-                raise ConfigError(
-                    f"tokenizer.chat_template=chatml needs {' and '.join(missing)} among "
-                    f"the special tokens of {self.folder}/tokenizer.json: choose a .jinja file "
-                    "written for them"
-                )
-            source = "{{- bos_token }}" + CHATML if self.adds_bos else CHATML
-        elif choice is not None:
-            path = Path(choice).expanduser()
-            if not path.is_file():
-                raise ConfigError(
-                    f"tokenizer.chat_template={choice}: no such file; use chatml or the path of a "
-                    ".jinja file"
-                )
-            name, source = str(path), _read_text(path)
-        elif in_folder.is_file():
-            name, source = str(in_folder), _read_text(in_folder)
-        else:
-            source = config.get("chat_template")
-            if isinstance(source, list):  # the older form: named templates
-                named = {entry["name"]: entry["template"] for entry in source}
-                source = named.get("default", next(iter(named.values()), None))
-        if source is None:
+        found = find_template(self.folder, choice, config, adds_bos=self.adds_bos)
+        if found is None:
             return None
-        if not isinstance(source, str):
-            raise CheckpointError(
-                f"{name} is a {type(source).__name__} in tokenizer_config.json, not text: fetch "
-                "the file again, or choose one with tokenizer.chat_template"
-            )
+        name, source = found
         enders = {self.token_text(token_id) for token_id in {self.eos_id, *self._eos_ids}} - {None}
-        return ChatTemplate(
+        template = ChatTemplate(
             source,
             name=name,
             variables=self._variables,
@@ -300,43 +326,19 @@ class Tokenizer:
             turn_enders=tuple(text for text in enders if text is not None),
             kwargs=kwargs,
         )
-
-
-class EncodedText:
-    """The tokens of one rendering: `ids`, and which of them overlap given character spans."""
-
-    def __init__(
-        self, encoding: tokenizers.Encoding, text: str, edits: list[tuple[int, int]]
-    ) -> None:
-        self.ids: list[int] = encoding.ids
-        self._encoding = encoding
-        self._length = len(text)
-        self._edits = edits
-
-    def mask(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """uint8, 1 for each token that overlaps one of `spans` (ascending character spans)."""
-        trained = np.zeros(len(self.ids), np.uint8)
-        growth, passed = 0, 0
-        for span in spans:
-            guarded = []
-            for position in span:
-                while passed < len(self._edits) and self._edits[passed][0] <= position:
-                    growth += self._edits[passed][1]
-                    passed += 1
-                guarded.append(position + growth)
-            first, stop = self._token_at(guarded[0]), self._token_at(guarded[1])
-            chars = self._encoding.token_to_chars(stop) if stop < len(self.ids) else None
-            if chars is not None and chars[0] < guarded[1]:
-                stop += 1  # this token also holds the last characters of the span
-            trained[first:stop] = 1
-        return trained
-
-    def _token_at(self, position: int) -> int:
-        """The first token that holds the character at `position` or one after it."""
-        for char in range(position, self._length):
-            if (token := self._encoding.char_to_token(char)) is not None:
-                return token
-        return len(self.ids)
+        if lacking := tokens_lacking(template, self.token_id):
+            repair = f"tokenizer.added_tokens=[{', '.join(lacking)}]"
+            if choice is not None:
+                raise ConfigError(
+                    f"tokenizer.chat_template={choice} writes {' and '.join(lacking)}, for which "
+                    f"{self._file} has no token: add {'it' if len(lacking) == 1 else 'them'} with "
+                    f"{repair}, or choose another template"
+                )
+            self.notes.append(
+                f"the chat template writes {' and '.join(lacking)}, which the tokenizer splits "
+                f"into ordinary tokens; {repair} makes tokens of their own"
+            )
+        return template
 
 
 def auto(
@@ -346,14 +348,18 @@ def auto(
     max_seq_len: Annotated[int, Minimum(2)] = 2048,  # a shorter row would have no target
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    added_tokens: list[str] | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a model folder; `path` names another folder.
+    """The tokenizer of a model folder; `path` names another folder, or the file to read.
 
     `max_seq_len` in tokens; `chat_template` is `chatml` or the path of a .jinja file and replaces
-    the folder's own; `chat_template_kwargs` are offered to the template (`enable_thinking: False`).
-    Raises CheckpointError where a file is missing or unreadable.
+    the folder's own; `chat_template_kwargs` are offered to the template (`enable_thinking: False`);
+    `added_tokens` are special tokens that the model shall have. Raises CheckpointError where a file
+    is missing or unreadable.
     """
-    folder = Path(path or checkpoint_dir).expanduser()
+    folder, file = Path(path or checkpoint_dir).expanduser(), None
+    if path and folder.is_file():
+        folder, file = folder.parent, folder.name
     if not folder.is_dir():
         key = "tokenizer.path" if path else "checkpoint_dir"
         raise CheckpointError(
@@ -361,9 +367,11 @@ def auto(
         )
     return Tokenizer(
         folder,
+        file=file,
         max_seq_len=max_seq_len,
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
+        added_tokens=added_tokens or (),
     )
 
 
@@ -372,8 +380,8 @@ def check_vocabulary(largest_id: int, vocab_size: int) -> None:
     if largest_id >= vocab_size:
         raise ConfigError(
             f"token {largest_id} is outside the model's vocabulary of {vocab_size}: the tokenizer "
-            "belongs to another model, or was given tokens that the model never got; set "
-            "tokenizer.path"
+            "belongs to another model (set tokenizer.path), or was given tokens that the model "
+            "never got (list them in tokenizer.added_tokens)"
         )
 
 
@@ -399,16 +407,32 @@ def _respell(definition: dict[str, Any], guards: Mapping[str, str]) -> dict[str,
     return definition | {"model": model, "added_tokens": added, "post_processor": None}
 
 
-def _build(definition: dict[str, Any], folder: Path) -> tokenizers.Tokenizer:
+def _build(definition: dict[str, Any], file: Path) -> tokenizers.Tokenizer:
     try:
         built = tokenizers.Tokenizer.from_str(json.dumps(definition))
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(
-            f"{folder}/tokenizer.json cannot be used: {error}; fetch the file again"
-        ) from None
+        raise CheckpointError(f"{file} cannot be used: {error}; fetch the file again") from None
     built.no_truncation()
     built.no_padding()
     return built
+
+
+def _first_ids(definition: Mapping[str, Any]) -> list[int]:
+    """The ids that the post-processor of a tokenizer.json puts before a text."""
+    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder"))
+    empty = nothing | {
+        "version": "1.0",
+        "added_tokens": [],
+        "post_processor": definition.get("post_processor"),
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
+    return tokenizers.Tokenizer.from_str(json.dumps(empty)).encode("").ids
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "special_tokens_map.json") | read_json(
+        folder / "tokenizer_config.json"
+    )
 
 
 def _token_text(value: Any) -> str | None:
@@ -426,25 +450,3 @@ def _token_ids(which: str, generation: Mapping[str, Any]) -> list[int]:
             "folder: it is one token id or a list of them"
         )
     return ids
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): fetch the file again") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object: fetch the file again")
-    return content
