@@ -111,8 +111,9 @@ def test_one_file_under_two_names_is_not_read_twice(write: Write, tmp_path: Path
 def test_a_key_without_effect_on_a_file_is_refused(
     write: Write, make_tokenizer: Callable[..., Tokenizer], key: str
 ) -> None:
+    arguments: dict[str, Any] = {"source": write("a.jsonl", ROW), key: "x"}
     with pytest.raises(ConfigError, match=rf"^dataset\.{key}=x chooses .* remove the key"):
-        data.dataset(make_tokenizer(CHATML), source=write("a.jsonl", ROW), **{key: "x"})
+        data.dataset(make_tokenizer(CHATML), **arguments)
 
 
 @pytest.mark.parametrize(
