@@ -240,3 +240,102 @@ def test_a_batch_reaches_the_card_through_pinned_memory_without_a_sync() -> None
     assert moved.tokens_BS.is_cuda
     assert not moved.host_segments_BM.is_cuda
     assert torch.equal(moved.tokens_BS.cpu(), batch.tokens_BS)
+
+
+def parts_of(batches: list[Batch]) -> list[list[int]]:
+    """The lengths of the segments of each row."""
+    return [
+        [length for length in row if length]
+        for batch in batches
+        for row in batch.segments_BM.tolist()
+    ]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_sample_over_twice_the_pack_is_split_in_three(shuffle: bool) -> None:
+    """Field case 10."""
+    samples = make_samples([121], batching=Batching(split_across_pack=True))
+    loader = make_loader(samples, batch_size=1, max_seq_len=60, seed=1, shuffle=shuffle)
+    batches = list(loader.epoch(0))
+    assert sorted(parts_of(batches)) == [[1], [60], [60]]
+    assert sum(batch.num_tokens for batch in batches) == 121
+    assert max(int(batch.positions_BS.max()) for batch in batches) == 59
+    tokens = [token for batch in batches for found, _, _ in segments_of(batch) for token in found]
+    assert sorted(tokens) == list(range(1, 122))
+
+
+def test_split_packs_keep_the_tail() -> None:
+    """Field case 11."""
+    samples = make_samples([6, 3], batching=Batching(split_across_pack=True))
+    loader = make_loader(samples, batch_size=1, max_seq_len=4, seed=1, shuffle=False)
+    assert [sum(row) for row in parts_of(list(loader.epoch(0)))] == [4, 4, 1]
+
+
+@settings(deadline=None)
+@given(lengths_lists, st.integers(1, 4), st.integers(1, 40), st.booleans())
+def test_split_packs_hold_each_token_and_each_target_once(
+    lengths: list[int], batch_size: int, capacity: int, shuffle: bool
+) -> None:
+    samples = make_samples(lengths, batching=Batching(split_across_pack=True))
+    loader = make_loader(
+        samples, batch_size=batch_size, max_seq_len=capacity, seed=1, shuffle=shuffle
+    )
+    following = {}
+    for index in range(len(samples)):
+        tokens, trained = samples.sample(index)
+        wanted = np.where(trained[1:], tokens[1:], IGNORED).tolist()
+        following |= dict(zip(tokens.tolist(), [*wanted, IGNORED], strict=True))
+    for epoch in range(2):
+        batches = list(loader.epoch(epoch))
+        assert len(batches) == len(loader)
+        assert sum(batch.num_targets for batch in batches) == loader.num_targets
+        parts = [part for batch in batches for part in segments_of(batch)]
+        found = {
+            t: label for tokens, labels, _ in parts for t, label in zip(tokens, labels, strict=True)
+        }
+        assert found == following
+        assert sum(len(tokens) for tokens, _, _ in parts) == len(following)
+        for tokens, _, positions in parts:
+            assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
+            assert positions == list(range(len(tokens)))
+        full = [sum(row) for row in parts_of(batches)]
+        assert sorted(full)[1:] == [capacity] * (len(full) - 1)
+        assert max(parts_of(batches)[0]) == max(map(max, parts_of(batches)))
+
+
+@settings(deadline=None)
+@given(lengths_lists, st.integers(32, 200), st.booleans())
+def test_batches_by_tokens_stay_within_them_and_hold_every_row_once(
+    lengths: list[int], budget: int, shuffle: bool
+) -> None:
+    samples = make_samples(lengths, batching=Batching(packed=False, max_tokens_per_batch=budget))
+    loader = make_loader(samples, batch_size=1, max_seq_len=32, seed=1, shuffle=shuffle)
+    batches = list(loader.epoch(1))
+    sizes = [batch.tokens_BS.numel() for batch in batches]
+    assert max(sizes) <= budget
+    assert sizes[0] == max(sizes)
+    assert sum(sizes) == loader.num_slots
+    assert sorted(row[0] for row in parts_of(batches)) == sorted(lengths)
+    longest = [batch.tokens_BS.size(1) for batch in batches]
+    for batch, row_length in zip(batches, longest, strict=True):  # no room for one row more
+        shorter = [length for length in longest if length < row_length]
+        assert (len(batch.tokens_BS) + 1) * row_length > budget or not shorter
+
+
+def test_wishes_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="split_across_pack=True cuts packs"):
+        Batching(packed=False, split_across_pack=True)
+    with pytest.raises(ConfigError, match="max_tokens_per_batch=64 is for unpacked rows"):
+        Batching(max_tokens_per_batch=64)
+    samples = make_samples([40], batching=Batching(packed=False, max_tokens_per_batch=39))
+    with pytest.raises(ConfigError, match="max_tokens_per_batch=39 is below the 40 tokens"):
+        make_loader(samples, batch_size=1, max_seq_len=64, seed=1)
+
+
+def test_a_batch_size_without_effect_is_printed() -> None:
+    samples = make_samples([4], batching=Batching(packed=False, max_tokens_per_batch=64))
+    loader = make_loader(samples, batch_size=2, max_seq_len=64, seed=1)
+    assert loader.warnings({}) == [
+        "batches of at most 64 tokens with filler (dataset.max_tokens_per_batch): batch_size=2 has "
+        "no effect"
+    ]

@@ -4,10 +4,12 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import typing
+from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ ROOTS = (
 )
 
 _ROOTS_IN_WORDS = "the parts of solotune, torch.optim, torchao.optim, bitsandbytes.optim"
+
+MIXED = "solotune.data.mixed"  # what a list of data sets stands for
 
 # What a node without `_component_` stands for, by its key.
 DEFAULT_PATHS = {
@@ -169,7 +173,7 @@ class Component:
         if not (at_home and target.__qualname__.isidentifier()):
             really = f"{home}.{target.__qualname__}"
             return f"{self.path} is really {really}: --trust {self.path} allows it"
-        kind = _KINDS.get(self.key)
+        kind = _kind_of(self.key)
         if kind is None or _is_of(kind, target, unsaid=self.permissions.beside_recipe(self.path)):
             return None
         return _no_such_kind(self.path, kind)
@@ -234,14 +238,17 @@ class Component:
         """Call the target with `args` and the config's arguments.
 
         An offered keyword is passed where the target has a parameter of that name and the config
-        leaves it open.
+        leaves it open. A component in the arguments that begins with the same parameter as this one
+        (the tokenizer, of a mixture's data sets) is given the same.
         """
         target = self.target
         signature = _signature(target)
         keywords: dict[str, Any] = {}
+        leading = _given_by_recipe(signature.parameters)
+        first = {leading: args[0]} if leading and args else {}
         for name in self.arguments:
             try:
-                keywords[name] = _built(self._typed(name, signature.parameters.get(name)))
+                keywords[name] = _built(self._typed(name, signature.parameters.get(name)), first)
             except Misfit as error:
                 raise ConfigError(f"{self.key}.{name}: {error}{at(self.where)}") from None
         for name, value in offered.items():
@@ -292,6 +299,7 @@ class Component:
 def component_of(node: Node, key: str, permissions: Permissions) -> Component:
     """Return the component of a mapping node; raises Misfit where it names none."""
     default = DEFAULT_PATHS.get(key)
+    node = _with_sets(node, key)
     if not isinstance(node, Mapping):
         raise Misfit("a component is needed: _component_ with its arguments, or a dotted path")
     named = node.items.get("_component_")
@@ -306,6 +314,31 @@ def component_of(node: Node, key: str, permissions: Permissions) -> Component:
     }
     where = (named or node).where
     return Component(path, arguments, key, where, permissions, written)
+
+
+def _with_sets(node: Node, key: str) -> Node:
+    """Return the node of a data set, a list of them as their mixture.
+
+    An item of the list is a component, the arguments of `solotune.data.dataset`, or a file.
+    """
+    default = DEFAULT_PATHS.get(key)
+    if key not in ("dataset", "dataset_val") or default is None:
+        return node
+    if isinstance(node, Sequence):
+        named = Scalar(MIXED, quoted=True, where=node.where)
+        node = Mapping({"_component_": named, "datasets": node}, where=node.where)
+    sets = node.items.get("datasets") if isinstance(node, Mapping) else None
+    if not isinstance(node, Mapping) or not isinstance(sets, Sequence):
+        return node
+    opened: list[Node] = []
+    for item in sets.items:
+        if isinstance(item, Scalar):
+            item = Mapping({"source": replace(item, quoted=True)}, where=item.where)
+        if isinstance(item, Mapping) and "_component_" not in item.items:
+            named = Scalar(default, quoted=True, where=item.where)
+            item = Mapping({"_component_": named, **item.items}, where=item.where)
+        opened.append(item)
+    return Mapping({**node.items, "datasets": Sequence(opened, where=sets.where)}, where=node.where)
 
 
 def read_argument(node: Node, key: str, permissions: Permissions) -> Any:
@@ -350,7 +383,7 @@ def value_node(value: Any) -> Node:
 def path_fault(path: str, permissions: Permissions, *, key: str = "") -> str | None:
     """Return what is wrong with a component's path as far as the text tells, without an import."""
     parts = path.split(".")
-    kind = _KINDS.get(key)
+    kind = _kind_of(key)
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         offered = [f"{r}.{name}" for r in (kind.roots if kind else ()) for name in _exported(r)]
         return f"{path} is no dotted path{suggest(path, offered) or ', as torch.optim.AdamW is'}"
@@ -365,6 +398,11 @@ def path_fault(path: str, permissions: Permissions, *, key: str = "") -> str | N
         f"{path} is outside what a config may name ({_ROOTS_IN_WORDS}):"
         f" --trust {path} allows it if you know its code"
     )
+
+
+def _kind_of(key: str) -> Kind | None:
+    """Return what a key takes; an item of a mixture's list is what the mixture is."""
+    return _KINDS.get(re.sub(r"\.datasets(\.\d+)?$", "", key))
 
 
 def _no_such_kind(path: str, kind: Kind) -> str:
@@ -408,7 +446,7 @@ def _signature(target: Any) -> inspect.Signature:
     return inspect.signature(lambda *args, **keywords: None)
 
 
-def _given_by_recipe(parameters: dict[str, inspect.Parameter]) -> str | None:
+def _given_by_recipe(parameters: abc.Mapping[str, inspect.Parameter]) -> str | None:
     """Return the leading parameter without a default: params of an optimizer, say."""
     first = next(iter(parameters.values()), None)
     if first is None or first.kind is first.KEYWORD_ONLY or first.default is not first.empty:
@@ -447,12 +485,13 @@ def components_in(value: Any, *, nested: bool = False) -> Iterator[Component]:
             yield from components_in(item, nested=nested)
 
 
-def _built(value: Any) -> Any:
-    """Return the value with every component in it built."""
+def _built(value: Any, first: dict[str, Any]) -> Any:
+    """Return the value with every component in it built; `first` are leading arguments by name."""
     if isinstance(value, Component):
-        return value.build()
+        leading = _given_by_recipe(_signature(value.target).parameters)
+        return value.build(first[leading]) if leading in first else value.build()
     if isinstance(value, dict):
-        return {name: _built(item) for name, item in value.items()}
+        return {name: _built(item, first) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_built(item) for item in value)
+        return type(value)(_built(item, first) for item in value)
     return value

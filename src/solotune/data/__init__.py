@@ -4,6 +4,7 @@ from solotune.data.batch import IGNORED, Batch, Segment, accumulation_groups, co
 from solotune.data.dataset import build_samples, dataset
 from solotune.data.files import Row
 from solotune.data.loader import Loader, make_loader
+from solotune.data.mixing import mixed
 from solotune.data.packing import best_fit
 from solotune.data.prompts import Prompt, read_prompts
 from solotune.data.pydoc import pydoc_dataset
@@ -26,6 +27,7 @@ __all__ = [
     "collate",
     "dataset",
     "make_loader",
+    "mixed",
     "pydoc_dataset",
     "read_prompts",
     "read_rows",

@@ -90,11 +90,11 @@ class CacheEntry:
             if header["index"] != content_hash(*(arrays[name] for name in _INDEX)):
                 raise _Damaged("the lengths are not those that were written")
             report = Report.from_json(header["report"])
-        except FileNotFoundError:
-            return None
-        except _Damaged as damage:
-            self.fault = f"{self.place} is damaged ({damage}) and was made again"
-            shutil.rmtree(self.place, ignore_errors=True)
+        except (_Damaged, FileNotFoundError) as damage:
+            if self.place.exists():
+                what = damage if isinstance(damage, _Damaged) else "a file is missing"
+                self.fault = f"{self.place} is damaged ({what}) and was made again"
+                shutil.rmtree(self.place, ignore_errors=True)
             return None
         except OSError as error:
             self.fault = f"{self.place} cannot be read: {error.strerror}"

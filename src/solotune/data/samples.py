@@ -172,6 +172,10 @@ class SampleSet:
             content=self._content,
         )
 
+    def each_once(self) -> "SampleSet":
+        """The samples of which an epoch holds each one once: these."""
+        return self
+
     def fingerprint(self) -> str:
         """A hash of all tokens, their order and what is trained: 16 hexadecimal digits."""
         if self._content is None:
@@ -302,7 +306,8 @@ def split_validation(
     chosen = rows[: min(max(wanted, 1), max_rows, len(rows) - 1)]
     is_validation = np.isin(samples.rows_N, chosen)
     train = samples.subset(np.flatnonzero(~is_validation), name=samples.name)
-    return train, samples.subset(np.flatnonzero(is_validation), name="validation")
+    validation = samples.subset(np.flatnonzero(is_validation), name="validation")
+    return train, validation.each_once()
 
 
 def chunks(items: Iterator, size: int) -> Iterator[list]:

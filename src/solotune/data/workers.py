@@ -15,10 +15,13 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain, islice
 from types import TracebackType
 from typing import IO, Any, cast
 
 from solotune.data.files import Row
+from solotune.data.samples import chunks
 from solotune.data.tokenizing import Rules, Tokenized, tokenize_rows
 from solotune.errors import DataError
 from solotune.tokenizers import Tokenizer
@@ -27,6 +30,8 @@ _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from solotune.data.workers import serve; serve()"
 )
+CHUNK = 256  # rows that are tokenized together
+ROWS_ALONE = 2048  # before workers start: they take about half a second to
 _MOST_WORKERS = 8  # one process reads for all of them
 
 
@@ -35,6 +40,31 @@ def default_workers() -> int:
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     return min(os.cpu_count() or 1, _MOST_WORKERS)
+
+
+def tokenized(
+    tokenizer: Tokenizer, rows: Iterator[Row], rules: Rules, *, num_workers: int | None = None
+) -> Iterator[Tokenized]:
+    """The samples of `rows` a chunk at a time, in order: what `num_workers` is changes nothing."""
+    num_workers = default_workers() if num_workers is None else num_workers
+
+    def alone(chunked: Iterator[Sequence[Row]]) -> Iterator[Tokenized]:
+        nonlocal rules
+        for chunk in chunked:
+            part = tokenize_rows(tokenizer, chunk, rules)
+            rules = replace(rules, layout=part.layout)  # of the first row that can be read
+            yield part
+
+    chunked = chunks(rows, CHUNK)
+    if num_workers < 2:
+        yield from alone(chunked)
+        return
+    yield from alone(islice(chunked, ROWS_ALONE // CHUNK))
+    while rules.layout is None and (first := next(chunked, None)) is not None:
+        yield from alone(iter([first]))
+    if (first := next(chunked, None)) is not None:
+        rest = chain([first], chunked)
+        yield from tokenize_in_workers(tokenizer, rest, rules, num_workers=num_workers)
 
 
 def tokenize_in_workers(
