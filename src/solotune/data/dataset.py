@@ -1,8 +1,7 @@
 """Rows of a file as samples: label masks, and a count of everything that was left out."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import chain, islice
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -12,15 +11,12 @@ from solotune.data.chat import History, TrainOn
 from solotune.data.files import Row
 from solotune.data.formats import Format
 from solotune.data.preview import sample_lines
-from solotune.data.samples import Batching, Report, SampleSet, SampleWriter, chunks
+from solotune.data.samples import Batching, Report, SampleSet, SampleWriter
 from solotune.data.sources import data_files, is_hub_name, read_rows, source_name
-from solotune.data.tokenizing import OnBadRow, Rules, Tokenized, tokenize_rows
-from solotune.data.workers import default_workers, tokenize_in_workers
+from solotune.data.tokenizing import OnBadRow, Rules
+from solotune.data.workers import tokenized
 from solotune.errors import DataError
 from solotune.tokenizers import Tokenizer
-
-_CHUNK = 256  # rows that are tokenized together
-_ROWS_ALONE = 2048  # before workers start: they take about half a second to
 
 
 def dataset(
@@ -122,31 +118,6 @@ def build_samples(
             report.notes += _template_notes(tokenizer)
         report.notes += ["the first sample:", *first]
         return writer.finish(report=report, batching=batching)
-
-
-def tokenized(
-    tokenizer: Tokenizer, rows: Iterator[Row], rules: Rules, *, num_workers: int | None = None
-) -> Iterator[Tokenized]:
-    """The samples of `rows` a chunk at a time, in order: what `num_workers` is changes nothing."""
-    num_workers = default_workers() if num_workers is None else num_workers
-
-    def alone(chunked: Iterator[Sequence[Row]]) -> Iterator[Tokenized]:
-        nonlocal rules
-        for chunk in chunked:
-            part = tokenize_rows(tokenizer, chunk, rules)
-            rules = replace(rules, layout=part.layout)  # of the first row that can be read
-            yield part
-
-    chunked = chunks(rows, _CHUNK)
-    if num_workers < 2:
-        yield from alone(chunked)
-        return
-    yield from alone(islice(chunked, _ROWS_ALONE // _CHUNK))
-    while rules.layout is None and (first := next(chunked, None)) is not None:
-        yield from alone(iter([first]))
-    if (first := next(chunked, None)) is not None:
-        rest = chain([first], chunked)
-        yield from tokenize_in_workers(tokenizer, rest, rules, num_workers=num_workers)
 
 
 def _template_notes(tokenizer: Tokenizer) -> list[str]:
