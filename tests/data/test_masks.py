@@ -80,11 +80,13 @@ TERMINATORS = {
     "qwen3": "<|im_end|>",
     "llama2": " </s>",  # the space before it is the model's to write, or it could never stop
 }
+# What inference leaves to the model before the text.
+OPENINGS = {"llama2": " "}
 # What stands in a generation block of the training twin of a template.
 BODIES = {
     "llama3": "{{ m.content | trim + '<|eot_id|>' }}",
     "gemma": "{{ m.content | trim + '<end_of_turn>' }}",
-    "llama2": "{{ m.content | trim + ' ' + eos_token }}",
+    "llama2": "{{ ' ' }}{{ m.content | trim + ' ' + eos_token }}",
 }
 
 
@@ -99,6 +101,11 @@ def chat(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
     opening = [] if system is None else [{"role": "system", "content": system}]
     roles = ("user", "assistant")
     return opening + [{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)]
+
+
+def trained_turn(name: str, text: str) -> str:
+    """What is trained of an answer."""
+    return OPENINGS.get(name, "") + text + TERMINATORS[name]
 
 
 def text_of(tokenizer: Tokenizer, samples: SampleSet, index: int = 0) -> str:
@@ -125,7 +132,7 @@ def test_assistant_texts_and_terminators_are_trained_and_nothing_else(
     name, tokenizer = named
     samples = load_rows(tokenizer, {"messages": chat("Hi", "Yes.", "And?", "No.")})
     trained = [run for i in range(len(samples)) for run in trained_of(tokenizer, samples, i)]
-    assert trained == [text + TERMINATORS[name] for text in ("Yes.", "No.")]
+    assert trained == [trained_turn(name, text) for text in ("Yes.", "No.")]
 
 
 def test_a_sample_is_the_rendering_of_the_template(
@@ -153,7 +160,7 @@ def test_trained_spans_decode_to_the_assistant_texts_in_order(
     name, tokenizer = named
     samples = load_rows(tokenizer, {"messages": chat(*(text for pair in pairs for text in pair))})
     trained = [run for i in range(len(samples)) for run in trained_of(tokenizer, samples, i)]
-    assert trained == [answer + TERMINATORS[name] for _, answer in pairs]
+    assert trained == [trained_turn(name, answer) for _, answer in pairs]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=function_fixtures)
@@ -164,7 +171,7 @@ def test_white_space_around_an_answer_is_trained_where_the_template_keeps_it(
     name, tokenizer = named
     samples = load_rows(tokenizer, {"messages": chat("q", answer)})
     kept = answer if name in ("chatml", "qwen3") else answer.strip()
-    assert trained_of(tokenizer, samples) == [kept + TERMINATORS[name]]
+    assert trained_of(tokenizer, samples) == [trained_turn(name, kept)]
 
 
 def twin(name: str) -> str:
@@ -181,7 +188,6 @@ def test_masks_agree_with_generation_blocks_around_the_same_text(
     name: str, make_tokenizer: Make, load_rows: Load
 ) -> None:
     tokenizer, with_blocks = make_tokenizer(TEMPLATES[name]), make_tokenizer(twin(name))
-    assert with_blocks.require_template().has_generation_blocks
     row = {"messages": chat("Hi", "Yes, 2 <|im_end|>.", "And?", " No.")}
     ours, theirs = load_rows(tokenizer, row), load_rows(with_blocks, row)
     assert text_of(tokenizer, ours) == text_of(with_blocks, theirs)
@@ -267,7 +273,8 @@ def test_a_call_is_trained_to_its_end_whatever_control_tokens_it_is_written_with
     messages = [*chat("q"), call, result, {"role": "assistant", "content": "a"}]
     samples = load_rows(tokenizer, {"messages": messages})
     trained = [run for i in range(len(samples)) for run in trained_of(tokenizer, samples, i)]
-    assert trained == [' to=f<|args|>{"x": 1}' + (tail or "</s>"), "a<|end|>"]
+    # a token that is not known to end turns is followed by one that does
+    assert trained == [' to=f<|args|>{"x": 1}' + tail + "</s>", "<|args|>a<|end|>"]
 
 
 def test_reasoning_is_trained_where_the_template_writes_it(
@@ -353,14 +360,17 @@ def test_eos_is_never_added_to_a_template_with_terminators(
     assert tokenizer.eos_id not in samples.sample(0)[0]
 
 
-def test_eos_ends_the_last_turn_once_where_the_template_ends_none(
+def test_eos_ends_each_turn_where_the_template_ends_none(
     make_tokenizer: Make, load_rows: Load
 ) -> None:
+    """Each in a sample of its own: inside the conversation no EOS stands."""
     tokenizer = make_tokenizer(BARE)
     samples = load_rows(tokenizer, {"messages": chat("a", "b", "c", "d")})
-    assert text_of(tokenizer, samples) == "user: a\nassistant: b\nuser: c\nassistant: d\n</s>"
-    assert trained_of(tokenizer, samples) == ["b", "d", "</s>"]
-    assert any("no terminator" in line for line in samples.lines())
+    whole = "user: a\nassistant: b\nuser: c\nassistant: d\n"
+    assert text_of(tokenizer, samples, 0) == "user: a\nassistant: b\n</s>"
+    assert text_of(tokenizer, samples, 1) == whole + "</s>"
+    assert trained_of(tokenizer, samples, 1) == ["d", "</s>"]
+    assert any("2 trained turns to which" in line for line in samples.lines())
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3])
@@ -436,5 +446,5 @@ def test_a_template_that_changes_an_answer_is_refused_not_guessed(
     make_tokenizer: Make, load_rows: Load
 ) -> None:
     template = CHATML.replace("message['content']", "message['content'][:5]")
-    with pytest.raises(DataError, match=r"cannot be found .*\{% generation %\}"):
+    with pytest.raises(DataError, match=r"does not render the whole text of message 1"):
         load_rows(make_tokenizer(template), {"messages": chat("q", "a long answer")})

@@ -7,10 +7,17 @@ from typing import Literal
 from solotune.data.messages import Conversation, assistant_indexes
 from solotune.errors import DataError
 from solotune.tokenizers import ChatTemplate, Rendering, Turn
+from solotune.tokenizers.turns import kept_turn
 
 Span = tuple[int, int]
 TrainOn = Literal["all", "last"]  # assistant turns
 History = Literal["per_turn", "as_rendered"]
+
+_LOST = {
+    "reasoning": "the reasoning (reasoning_content)",
+    "text": "the whole text",
+    "call": "the tool calls",
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class ChatSample:
     rendering: Rendering
     trained: tuple[Span, ...]
     ends_open: bool = False  # the last trained turn stands at the end and has no terminator
-    lost_reasoning: int = 0  # earlier turns whose reasoning the template leaves out
+    lost_reasoning: int = 0  # turns whose reasoning the template leaves out of the conversation
     not_shown: int = 0  # messages of others whose text the template leaves out
 
 
@@ -37,66 +44,62 @@ def chat_samples(
     One sample where every trained turn stands in the full rendering as inference would have seen
     it, that is where the rendering up to the turn opens the full one. Where the template rewrites
     earlier turns, one sample for each trained turn, unless `history` is `as_rendered`. Raises
-    DataError where a turn or its reasoning is not rendered.
+    DataError where a turn, its reasoning or its calls are not rendered.
     """
-    full = template.render_turns(conversation.messages, tools=conversation.tools)
+    whole = template.render_turns(conversation.messages, tools=conversation.tools)
+    not_shown = len(whole.not_shown)
     if train_on_input:
-        samples = [ChatSample(full, ((0, len(full.text)),))]
-    else:
-        samples = _trained_samples(template, conversation, full, train_on=train_on, history=history)
-    not_shown = sum(
-        message["role"] != "assistant" and message["content"].strip() not in full.text
-        for message in conversation.messages
-    )
-    return [replace(samples[0], not_shown=not_shown), *samples[1:]]
-
-
-def _trained_samples(
-    template: ChatTemplate,
-    conversation: Conversation,
-    full: Rendering,
-    *,
-    train_on: TrainOn,
-    history: History,
-) -> list[ChatSample]:
-    messages, tools = conversation.messages, conversation.tools
-    wanted = [k for k in assistant_indexes(conversation, train_on) if _has_text(messages[k])]
+        return [ChatSample(whole, ((0, len(whole.text)),), not_shown=not_shown)]
+    messages = conversation.messages
+    wanted = [k for k in assistant_indexes(conversation, train_on) if _says_something(messages[k])]
     if history == "as_rendered":
-        turns = [_turn(template, full, k) for k in wanted]
-        for turn in turns[:-1]:
-            if turn.terminator is None and messages[turn.message].get("tool_calls"):
-                raise DataError(
-                    f"{template.name} writes no terminator after the tool call of message "
-                    f"{turn.message}: use dataset.history=per_turn"
-                )
-        lost = sum(turn.lost_reasoning for turn in turns)
-        if turns and turns[-1].message == len(messages) - 1:
-            _check_reasoning(template, turns[-1])
-        return [_sample(full, turns, lost_reasoning=lost)]
+        return [_as_rendered(template, whole, messages, wanted, not_shown)]
 
-    alone, same = [], True
+    samples, kept = [], []
     for k in wanted:
-        rendering = (
-            full
-            if k == len(messages) - 1
-            else template.render_turns(messages[: k + 1], tools=tools)
+        is_last = k == len(messages) - 1
+        alone = (
+            whole if is_last else template.render_turns(messages[: k + 1], tools=conversation.tools)
         )
-        turn = _turn(template, rendering, k)
-        _check_reasoning(template, turn)
-        alone.append(_sample(rendering, [turn]))
-        same &= rendering.text[: turn.end] == full.text[: turn.end] and turn in full.turns
-    if same:
-        return [_sample(full, [turn for turn in full.turns if turn.message in wanted])]
-    return alone
+        turn = _turn(template, alone, k)
+        _check_lost(template, turn)
+        samples.append(_sample(alone, [turn]))
+        kept.append(turn if is_last else kept_turn(whole, alone))
+    if all(kept):
+        return [_sample(whole, [turn for turn in kept if turn is not None], not_shown=not_shown)]
+    lost = sum("reasoning" in turn.lost for turn in whole.turns)
+    return [replace(samples[0], lost_reasoning=lost, not_shown=not_shown), *samples[1:]]
 
 
-def _sample(rendering: Rendering, turns: Sequence[Turn], lost_reasoning: int = 0) -> ChatSample:
+def _as_rendered(
+    template: ChatTemplate,
+    whole: Rendering,
+    messages: Sequence[dict],
+    wanted: Sequence[int],
+    not_shown: int,
+) -> ChatSample:
+    """The one sample of a conversation whose earlier turns may be rewritten."""
+    turns = [_turn(template, whole, k) for k in wanted]
+    for turn in turns[:-1]:
+        if turn.terminator is None and messages[turn.message].get("tool_calls"):
+            raise DataError(
+                f"{template.name} writes no terminator after the tool call of message "
+                f"{turn.message}: use dataset.history=per_turn"
+            )
+    if turns and turns[-1].message == len(messages) - 1:
+        _check_lost(template, turns[-1])
+    lost = sum("reasoning" in turn.lost for turn in turns)
+    return _sample(whole, turns, lost_reasoning=lost, not_shown=not_shown)
+
+
+def _sample(
+    rendering: Rendering, turns: Sequence[Turn], *, lost_reasoning: int = 0, not_shown: int = 0
+) -> ChatSample:
     ends_open = (
         bool(turns) and turns[-1].terminator is None and not rendering.text[turns[-1].end :].strip()
     )
-    return ChatSample(
-        rendering, tuple((turn.start, turn.end) for turn in turns), ends_open, lost_reasoning
-    )
+    spans = tuple(span for turn in turns for span in turn.spans)
+    return ChatSample(rendering, spans, ends_open, lost_reasoning, not_shown)
 
 
 def _turn(template: ChatTemplate, rendering: Rendering, message: int) -> Turn:
@@ -104,20 +107,21 @@ def _turn(template: ChatTemplate, rendering: Rendering, message: int) -> Turn:
         if turn.message == message:
             return turn
     raise DataError(
-        f"{template.name} does not render the text of message {message} (assistant): repair the "
-        "template or give the message weight 0"
+        f"{template.name} does not render message {message} (assistant): repair the template or "
+        "give the message weight 0"
     )
 
 
-def _check_reasoning(template: ChatTemplate, turn: Turn) -> None:
-    if turn.lost_reasoning:
+def _check_lost(template: ChatTemplate, turn: Turn) -> None:
+    if turn.lost:
+        what = " and ".join(_LOST[kind] for kind in sorted(turn.lost))
         raise DataError(
-            f"{template.name} does not render the reasoning (reasoning_content) of message "
-            f"{turn.message}: remove it from the row or use a template that writes it"
+            f"{template.name} does not render {what} of message {turn.message}: take it out of the "
+            "row or use a template that writes it"
         )
 
 
-def _has_text(message: dict) -> bool:
+def _says_something(message: dict) -> bool:
     keys = ("content", "reasoning_content", "tool_calls")
     return any(
         value.strip() if isinstance(value := message.get(key), str) else value for key in keys
