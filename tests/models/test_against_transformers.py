@@ -11,18 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from solotune.checkpoint import load_weights
-from solotune.data.batch import Batch, collate
-from solotune.models import Decoder, auto
-from solotune.optim import decay_groups
+from solotune.data.batch import collate
+from solotune.models import auto
 from solotune.tokenizers import auto as load_tokenizer
 
+from .oracle import by_segment, logits_of, oracle, ten_losses
 from .reference import float64_logits
-from .tiny import accumulate_gradients, logits, make_batch, segments_of, tiny, unpacked
+from .tiny import logits, make_batch, segments_of, tiny, unpacked
 
 # Longer than the 32 positions that the scalings start from; the second row has filler.
 ROWS = ((33, 7, 56), (70, 1, 12))
@@ -74,23 +72,6 @@ SHAPED: dict[str, dict[str, Any]] = {
 }
 
 
-def oracle(model: Decoder) -> LlamaForCausalLM:
-    """Return transformers' model with the config and the weights of `model`."""
-    theirs = LlamaForCausalLM(LlamaConfig(**model.config))
-    weights = {model.to_hf_key(name): p.detach() for name, p in model.named_parameters()}
-    weights["lm_head.weight"] = model.output_weight.detach()
-    theirs.load_state_dict(weights)
-    return theirs
-
-
-def by_segment(batch: Batch, x_BSV: Tensor) -> list[Tensor]:
-    """Return the rows of each segment, in order."""
-    found = []
-    for x_SV, lengths_M in zip(x_BSV, batch.segments_BM.tolist(), strict=True):
-        found += x_SV[: sum(lengths_M)].split([length for length in lengths_M if length])
-    return found
-
-
 @pytest.mark.parametrize("fields", (SCALED | SHAPED).values(), ids=SCALED | SHAPED)
 def test_packed_logits_equal_unpacked_ones_and_those_of_transformers_without_padding(
     fields: dict[str, Any],
@@ -105,8 +86,7 @@ def test_packed_logits_equal_unpacked_ones_and_those_of_transformers_without_pad
         by_segment(alone, logits(model, alone)),
         strict=True,
     ):
-        with torch.no_grad():
-            wanted_SV = theirs(tokens_S.unsqueeze(0)).logits[0]
+        wanted_SV = logits_of(theirs, tokens_S)
         assert 1 < wanted_SV.std() < 5
         torch.testing.assert_close(packed_SV, wanted_SV, atol=1e-4, rtol=0)
         torch.testing.assert_close(alone_SV, wanted_SV, atol=1e-4, rtol=0)
@@ -122,39 +102,10 @@ def test_a_rope_scaling_changes_the_logits(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_ten_adamw_steps_follow_the_losses_of_transformers(tied: bool) -> None:
     ours = tiny(tie_word_embeddings=tied, attention_bias=True)
-    theirs = oracle(ours)
-    our_optimizer = torch.optim.AdamW(decay_groups(ours), lr=3e-3, weight_decay=0.1)
-    matrices = [p for p in theirs.parameters() if p.dim() > 1]
-    vectors = [p for p in theirs.parameters() if p.dim() == 1]
-    their_optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        lr=3e-3,
-        weight_decay=0.1,
-    )
     batches = [make_batch(*ROWS, seed=1), make_batch((40, 9), seed=2)]
-    sequences = [tokens_S for batch in batches for tokens_S in segments_of(batch)]
-    num_targets = sum(batch.num_targets for batch in batches)
-
-    our_losses, their_losses = [], []
-    for _ in range(10):
-        our_losses.append(accumulate_gradients(ours, batches))
-        our_optimizer.step()
-        our_optimizer.zero_grad()
-
-        total = torch.zeros(())
-        for tokens_S in sequences:
-            logits_SV = theirs(tokens_S.unsqueeze(0)).logits[0]
-            loss = F.cross_entropy(logits_SV[:-1], tokens_S[1:], reduction="sum") / num_targets
-            loss.backward()
-            total += loss.detach()
-        their_losses.append(total)
-        their_optimizer.step()
-        their_optimizer.zero_grad()
-
+    our_losses, their_losses = ten_losses(ours, oracle(ours), batches)
     assert their_losses[-1] < their_losses[0] - 1
-    torch.testing.assert_close(
-        torch.stack(our_losses), torch.stack(their_losses), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(our_losses, their_losses, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -174,8 +125,7 @@ def test_smollm2_is_as_near_to_float64_as_transformers(smollm2_dir: Path) -> Non
         segments_of(batch), by_segment(batch, logits(ours, batch)), strict=True
     ):
         exact_SV = float64_logits(ours.config, weights, tokens_S)
-        with torch.no_grad():
-            theirs_SV = theirs(tokens_S.unsqueeze(0)).logits[0]
+        theirs_SV = logits_of(theirs, tokens_S)
         our_distance = max(our_distance, float((ours_SV - exact_SV).abs().max()))
         their_distance = max(their_distance, float((theirs_SV - exact_SV).abs().max()))
     print(f"largest distance to float64: {our_distance:.2e}, transformers {their_distance:.2e}")

@@ -21,7 +21,7 @@ def decode(
     segments_BM: Tensor | None = None,
 ) -> Tensor:
     context = model.context(positions_BS, segments_BM, cache)
-    return model.hidden_states(model.embed(tokens_BS), context) @ model.output_weight.T
+    return model.logits(model.hidden_states(model.embed(tokens_BS), context))
 
 
 @pytest.mark.parametrize("pieces", [(24,), (5, 1, 18), (1,) * 24])

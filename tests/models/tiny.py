@@ -16,6 +16,7 @@ from solotune.losses import LinearCrossEntropy
 from solotune.memory import HostMemory, offload_activations
 from solotune.models import Decoder
 from solotune.models.llama import llama
+from solotune.models.norm import RMSNorm
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,7 +36,15 @@ CONFIG: dict[str, Any] = {
 
 
 def fill_(model: Decoder, *, seed: int = 0) -> Decoder:
-    """Give matrices a spread of 1/sqrt(columns), the output weight twice that; scales about 1."""
+    """Give matrices a spread of 1/sqrt(columns), the output weight twice that; scales about 1.
+
+    What a norm adds to its weight (Gemma) counts to the scale.
+    """
+    offsets = {
+        f"{name}.weight": module.offset
+        for name, module in model.named_modules()
+        if isinstance(module, RMSNorm)
+    }
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -43,7 +52,8 @@ def fill_(model: Decoder, *, seed: int = 0) -> Decoder:
             if parameter.dim() > 1:
                 parameter.copy_(noise * parameter.size(1) ** -0.5)
             else:
-                parameter.copy_(0.2 * noise + (0.0 if name.endswith("bias") else 1.0))
+                middle = 0.0 if name.endswith("bias") else 1.0 - offsets.get(name, 0.0)
+                parameter.copy_(0.2 * noise + middle)
         model.output_weight.mul_(2)
     return model
 
@@ -104,21 +114,22 @@ def forward(
     context = model.context(batch.positions_BS, batch.segments_BM)
     around_block = nullcontext
     if host is not None:
-        around_block = offload_activations(host, keep=(*model.parameters(), *context.tensors()))
+        keep = (*model.parameters(), *context.tensors(), x_BSD)
+        around_block = offload_activations(host, keep=keep)
     return model.hidden_states(x_BSD, context, around_block=around_block)
 
 
 @torch.no_grad()
 def logits(model: Decoder, batch: Batch) -> Tensor:
     """Return logits_BSV."""
-    return forward(model, batch) @ model.output_weight.T
+    return model.logits(forward(model, batch))
 
 
 def accumulate_gradients(
     model: Decoder, batches: Sequence[Batch], *, host: HostMemory | None = None
 ) -> Tensor:
     """Do forward and backward as a recipe does; return the mean loss over all targets."""
-    loss_fn = LinearCrossEntropy(chunk_tokens=16)
+    loss_fn = LinearCrossEntropy(chunk_tokens=16, soft_cap=model.logit_soft_cap)
     num_targets = sum(batch.num_targets for batch in batches)
     total, embedded = torch.zeros((), device=model.device), []
     for batch in batches:
