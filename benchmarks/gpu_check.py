@@ -192,7 +192,7 @@ class Trainer:
             context = model.context(batch.positions_BS, batch.segments_BM)
             around = {}
             if self.way.offloading:
-                keep = (*model.parameters(), *context.tensors())
+                keep = (*model.parameters(), *context.tensors(), x_BSD)
                 around = {"around_block": offload_activations(host, keep=keep)}
             hidden_BSD = model.hidden_states(x_BSD, context, **around)
             loss = self.loss_fn(hidden_BSD, model.output_weight, batch, num_targets)

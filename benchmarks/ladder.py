@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from solotune.data import Batch, Loader, make_loader
-from solotune.data.samples import Report, SampleWriter
+from solotune.data.samples import Batching, Report, SampleWriter
 from solotune.losses import LinearCrossEntropy
 from solotune.memory import (
     HostMemory,
@@ -82,7 +82,7 @@ class Work:
                 is_answer = np.arange(len(tokens)) >= len(tokens) // 4
                 samples.add(tokens.tolist(), is_answer.astype(np.uint8), pack)
         return make_loader(
-            samples.finish(report=Report("random", None), packed=packed),
+            samples.finish(report=Report("random", None), batching=Batching(packed=packed)),
             batch_size=self.batch_size,
             max_seq_len=self.max_seq_len,
             seed=0,
@@ -259,7 +259,8 @@ def train_step(
     context = model.context(batch.positions_BS, batch.segments_BM)
     around_block = nullcontext
     if "offloading" in on:
-        around_block = offload_activations(host, keep=(*model.parameters(), *context.tensors()))
+        keep = (*model.parameters(), *context.tensors(), x_BSD)
+        around_block = offload_activations(host, keep=keep)
     hidden_BSD = model.hidden_states(x_BSD, context, around_block=around_block)
     loss = loss_fn(hidden_BSD, model.output_weight, batch, batch.num_targets)
     if "optimizer in backward" in on:

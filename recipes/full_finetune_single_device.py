@@ -33,6 +33,7 @@ from solotune.data import Batch, Loader, accumulation_groups, make_loader, split
 from solotune.memory import (
     LAYER_MAJOR_FACT,
     MEMORY_KEYS,
+    Disk,
     HostMemory,
     MemoryReport,
     StateHome,
@@ -50,20 +51,21 @@ from solotune.training import (
     Progress,
     RunLog,
     check_finite,
+    check_positive,
     check_weights,
     clip_grad_norm,
     constant,
     describe_device,
+    freeze,
     is_due,
     parameter_lines,
-    peak_bytes,
     pick_device,
     pick_dtype,
     pick_output_dir,
-    remove_run,
     set_dtype,
     set_lr,
     set_seed,
+    step_lines,
     stop_on_signals,
 )
 
@@ -89,15 +91,15 @@ class Config:
     enable_activation_checkpointing: bool = True  # keep block inputs, compute the rest again
     ac_mode: Literal["full", "selective"] = "full"  # which blocks, or what of them: ac_option
     ac_option: int | Literal["op"] | None = None  # selective: every k-th block; op: keep attention
-    enable_activation_offloading: bool = False  # block inputs wait for backward in host memory
+    enable_activation_offloading: bool = False  # what blocks keep waits for backward elsewhere
+    activation_offload_to: Literal["host", "disk"] = "host"  # disk: files in output_dir
     compile: bool = False  # torch.compile, one block at a time
     optimizer_in_bwd: bool = False  # step inside backward: one block's gradients are alive
     optimizer_state: Literal["device", "host", "disk"] = "device"  # where it is between steps
-    resident_layers: int | None = None  # null: all; streaming comes with a later version
-    plan: bool = False  # comes with a later version
     log_memory: bool = False  # what the peak is made of, and memory.png; tracked steps are slow
 
     # optimization
+    trainable: str | None = None  # pattern of parameter names, as layers.(2[0-9]|3[01]); null: all
     optimizer: Component
     lr_scheduler: Component | None = None  # null: constant
     loss: Component
@@ -115,28 +117,29 @@ class Config:
     log_every_n_steps: int = 1  # optimizer steps
     run_val_every_n_steps: int | None = None  # optimizer steps; null: at the end of each epoch
     save_every_n_steps: int | None = None  # optimizer steps; null: at the end of each epoch
+    early_stopping_patience: int | None = None  # validations in a row that were not better
     keep_last_n_checkpoints: int = 2  # step folders; the best one is kept besides
+    metric_logger: Component | None = None  # beside metrics.jsonl, which is always written
+    profiler: Component | None = None  # solotune.training.StepProfiler: a trace of a few steps
 
 
 def validate(cfg: Config) -> None:
     """Refuse what would be wrong or silently useless; each message names the key to change."""
-    if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
-        raise ConfigError(
-            "enable_activation_offloading=True moves block inputs: "
-            "set enable_activation_checkpointing=True too"
-        )
-    positive = (
+    check_positive(
+        cfg,
         "epochs batch_size gradient_accumulation_steps max_steps_per_epoch clip_grad_norm "
-        "log_every_n_steps run_val_every_n_steps save_every_n_steps keep_last_n_checkpoints"
+        "log_every_n_steps run_val_every_n_steps save_every_n_steps early_stopping_patience "
+        "keep_last_n_checkpoints",
     )
-    for key in positive.split():
-        value = getattr(cfg, key)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{key}={value}: use a number above 0")
+    offloads = cfg.enable_activation_offloading or layer_major(cfg)
+    if cfg.activation_offload_to == "disk" and not offloads:
+        raise ConfigError(
+            "activation_offload_to=disk has no effect: set enable_activation_offloading=True"
+        )
+    if cfg.early_stopping_patience and not (cfg.val_fraction or cfg.dataset_val):
+        raise ConfigError("early_stopping_patience needs val_fraction above 0, or dataset_val")
     if not 0 <= cfg.val_fraction < 1:
         raise ConfigError(f"val_fraction={cfg.val_fraction}: use 0 or more, and less than 1")
-    if not 0 <= cfg.seed < 2**32:
-        raise ConfigError(f"seed={cfg.seed}: use 0 or more, and less than 2**32")
     if (cfg.ac_mode == "selective") != (cfg.ac_option is not None):
         raise ConfigError(
             f"ac_mode={cfg.ac_mode} with ac_option={cfg.ac_option}: set ac_mode=selective and "
@@ -152,9 +155,6 @@ def validate(cfg: Config) -> None:
             "on_nonfinite=skip cannot hold steps back that happen inside backward: set "
             "clip_grad_norm, or on_nonfinite=stop"
         )
-    for key in ("resident_layers", "plan"):
-        if getattr(cfg, key):
-            raise ConfigError(f"{key}={getattr(cfg, key)} is not in this version: remove the key")
 
 
 def layer_major(cfg: Config) -> bool:
@@ -168,6 +168,7 @@ def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
     """Build on meta, where nothing has memory yet, and set the memory features."""
     with torch.device("meta"):
         model = cfg.model.build(checkpoint_dir=folder)
+    freeze(model, trainable=cfg.trainable)  # [mem] gradients, optimizer state: of what is trained
     set_dtype(model, dtype)  # [mem] weights  [num] one-dimensional parameters stay fp32
     if cfg.enable_activation_checkpointing and not layer_major(cfg):  # which recomputes by itself
         checkpoint_blocks(model, option=cfg.ac_option)  # [mem] activations: recompute the rest
@@ -202,11 +203,13 @@ def forward(
     host: HostMemory,
 ) -> tuple[Tensor, Tensor]:
     """Return the embedded tokens, whose gradient is wanted, and the micro-batch's share of loss."""
-    x_BSD = model.embed(batch.tokens_BS).requires_grad_()  # [num] outside autograd, added last
+    x_BSD = model.embed(batch.tokens_BS)  # [num] outside autograd: its gradient is added last
+    x_BSD.requires_grad_(model.embed_tokens.weight.requires_grad)
     context = model.context(batch.positions_BS, batch.segments_BM)
     around_block = nullcontext
-    if cfg.enable_activation_offloading:  # [mem] activations: block inputs leave the device
-        around_block = offload_activations(host, keep=(*model.parameters(), *context.tensors()))
+    if cfg.enable_activation_offloading:  # [mem] activations: what blocks keep leaves the device
+        keep = (*model.parameters(), *context.tensors(), x_BSD)
+        around_block = offload_activations(host, keep=keep)
     hidden_BSD = model.hidden_states(x_BSD, context, around_block=around_block)
     # [mem] logits: one chunk at a time  [num] fp32 softmax
     return x_BSD, loss_fn(hidden_BSD, model.output_weight, batch, num_targets)
@@ -283,11 +286,14 @@ def main(cfg: Config) -> None:
     steps_per_epoch = min(all_steps, cfg.max_steps_per_epoch or all_steps)
     total_steps = cfg.epochs * steps_per_epoch
     lr_factor = cfg.lr_scheduler.build(total_steps) if cfg.lr_scheduler else constant(total_steps)
-    loss_fn = cfg.loss.build()
+    loss_fn = cfg.loss.build(soft_cap=model.logit_soft_cap)
+    logger = cfg.metric_logger.build() if cfg.metric_logger else None
+    profiler = cfg.profiler.build() if cfg.profiler else None
 
     loaded = checkpoint.load_weights(model, device=device, resume=resumed_from)  # [mem] weights
     optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
-    host = HostMemory(device)
+    disk = Disk(output_dir) if cfg.activation_offload_to == "disk" else None
+    host = HostMemory(device, activations=disk)
     home = None
     if cfg.optimizer_state != "device":  # [mem] optimizer state: on the device only while it steps
         on_disk = output_dir / "optimizer_state" if cfg.optimizer_state == "disk" else None
@@ -301,12 +307,18 @@ def main(cfg: Config) -> None:
         restored = checkpoint.load_training_state(resumed_from, model, optimizer, keep=stepper.keep)
         progress = Progress(**restored)
         progress.check_data(data)
-    if not resume:
-        remove_run(output_dir)  # not earlier: what stops a run before here costs nothing
 
-    yaml, every = resolved_yaml(cfg), cfg.log_every_n_steps
-    log = RunLog(output_dir, config_yaml=yaml, first_step=progress.step, every=every)
-    log.write_run(device, data=progress.data)
+    log = RunLog(
+        output_dir,
+        replace=not resume,  # not earlier: what stops a run before here costs nothing
+        config_yaml=resolved_yaml(cfg),
+        device=device,
+        first_step=progress.step,
+        every=cfg.log_every_n_steps,
+        logger=logger,
+        profiler=profiler,
+    )
+    log.write_run(data=progress.data)
     log.facts(
         f"output: {output_dir}",
         f"device: {describe_device(device)}",
@@ -315,15 +327,13 @@ def main(cfg: Config) -> None:
         *loaded.lines(),
         *parameter_lines(model),
         *data_facts,
-        f"a step: {loader.num_tokens // all_steps:,} tokens, {loader.num_targets // all_steps:,} "
-        f"of them targets, in {min(accumulation, len(loader))} micro-batches of {cfg.batch_size}",
-        f"the run: {cfg.epochs} epochs of {steps_per_epoch} steps"
-        + (f", {progress.step} of them done" if progress.step else ""),
+        *step_lines(loader, accumulation, cfg.epochs, steps_per_epoch, progress.step),
     )
 
     def validate_on(batches: Loader) -> float:
         with log.uncounted():
             val_loss = evaluate(model, loss_fn, batches, host)
+        progress.count_validation(val_loss)
         log.facts(f"step {progress.step}: validation loss {val_loss:.4f}")
         log.write({"step": progress.step, "val_loss": val_loss})
         return val_loss
@@ -339,7 +349,6 @@ def main(cfg: Config) -> None:
                 progress=progress.to_dict(),
                 dtype=dtype,
                 tokenizer=tokenizer,
-                eos_ids=tokenizer.stop_ids(),
                 best=best,
             )
         log.facts(f"step {progress.step}: saved {folder}{' (best)' if best else ''}")
@@ -354,37 +363,30 @@ def main(cfg: Config) -> None:
             progress.start_epoch(epoch)
             batches = loader.epoch(epoch, start=progress.batch)
             steps_left = max(0, steps_per_epoch - math.ceil(progress.batch / accumulation))
+            if progress.is_over(cfg.early_stopping_patience):
+                break
             for group in islice(accumulation_groups(batches, accumulation), steps_left):
                 lr = set_lr(optimizer, lr_factor(progress.step + 1))
                 with memory.step(progress.step + 1, group):
                     loss, grad_norm = train_step(cfg, model, loss_fn, stepper, group, host)
-                num_targets = sum(batch.num_targets for batch in group)
                 progress.advance(group)
+                step, steps_left, best = progress.step, steps_left - 1, False
                 log.facts(*stepper.news())
-                log.step(
-                    progress.step,
-                    epoch=epoch,
-                    loss=loss,
-                    lr=lr,
-                    grad_norm=grad_norm,
-                    num_tokens=sum(batch.num_tokens for batch in group),
-                    num_targets=num_targets,
-                    peak_bytes=peak_bytes(device),
-                )
-                steps_left -= 1
-                check_finite(progress.step, loss, grad_norm, on_nonfinite=cfg.on_nonfinite)
-                if not num_targets:
-                    log.facts(f"warning: step {progress.step} has no target and changed nothing")
-                step, epoch_ends, best = progress.step, not steps_left, False
-                save_due = is_due(step, cfg.save_every_n_steps, epoch_ends=epoch_ends)
-                save_due |= step == total_steps
-                val_due = is_due(step, cfg.run_val_every_n_steps, epoch_ends=epoch_ends)
+                log.step(step, group, epoch=epoch, loss=loss, lr=lr, grad_norm=grad_norm)
+                check_finite(step, loss, grad_norm, on_nonfinite=cfg.on_nonfinite)
+                save_due = is_due(step, cfg.save_every_n_steps, epoch_ends=not steps_left)
+                save_due |= step == total_steps or log.save_is_wanted()
+                val_due = is_due(step, cfg.run_val_every_n_steps, epoch_ends=not steps_left)
                 if loader_val and (val_due or save_due):
                     val_loss = validate_on(loader_val)
+                    save_due |= progress.is_over(cfg.early_stopping_patience)
                     best = save_due and progress.improves(val_loss)
                 if save_due or stop:
                     save(best=best)
-                if stop and progress.step < total_steps:
+                if progress.is_over(cfg.early_stopping_patience):
+                    log.facts(f"step {step}: stopped early, see early_stopping_patience")
+                    break
+                if stop and step < total_steps:
                     again = origin(cfg).command([f"resume_from_checkpoint={output_dir}"])
                     log.facts(f"stopped by {stop.signal_name}; go on with: {again}")
                     return

@@ -46,7 +46,6 @@ class Run:
             progress={"step": step},
             dtype=torch.bfloat16,
             tokenizer=self.tokenizer,
-            eos_ids=[257],
             best=best,
         )
 

@@ -39,14 +39,15 @@ def save_once(folder: Path, output_dir: Path, *, eos_ids: list[int]) -> tuple[De
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    tokenizer = auto_tokenizer(folder)
+    tokenizer.stop_ids = lambda: eos_ids
     saved = checkpointer.save(
         1,
         model=model,
         optimizer=optimizer,
         progress={"step": 1},
         dtype=torch.bfloat16,
-        tokenizer=auto_tokenizer(folder),
-        eos_ids=eos_ids,
+        tokenizer=tokenizer,
     )
     return model, saved
 

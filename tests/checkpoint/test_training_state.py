@@ -96,7 +96,6 @@ class Run:
             progress={"step": step, **progress},
             dtype=torch.bfloat16,
             tokenizer=auto_tokenizer(self.folder),
-            eos_ids=[257],
         )
 
 

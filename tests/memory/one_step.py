@@ -85,7 +85,7 @@ class OneStep:
         x_BSD = model.embed(batch.tokens_BS).requires_grad_()
         context = model.context(batch.positions_BS, batch.segments_BM)
         if self.on["enable_activation_offloading"]:
-            keep = (*model.parameters(), *context.tensors())
+            keep = (*model.parameters(), *context.tensors(), x_BSD)
             around = {"around_block": offload_activations(self.host, keep=keep)}
         hidden_BSD = model.hidden_states(x_BSD, context, **around)
         return x_BSD, self.loss_fn(hidden_BSD, model.output_weight, batch, num_targets)

@@ -26,7 +26,7 @@ def report_of(one_step: OneStep, folder: Path, **on: Any) -> MemoryReport:
         loss_fn=one_step.loss_fn,
         stepper=one_step.stepper,
         host=one_step.host,
-        log=RunLog(folder, config_yaml=""),
+        log=RunLog(folder, device=torch.device("cpu"), config_yaml=""),
         on=one_step.on | on,
     )
 

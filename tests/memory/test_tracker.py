@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from solotune.data.batch import Batch
-from solotune.memory import HostMemory, Stepper
+from solotune.memory import Disk, HostMemory, Stepper
 from solotune.memory.timeline import CATEGORIES, Timeline
 from solotune.memory.tracker import MemoryTracker
 from solotune.models.llama import llama
@@ -126,11 +126,20 @@ def test_layer_major_holds_gradients_of_one_block_or_of_the_head() -> None:
 def test_what_waits_on_the_host_is_counted_there_for_what_it_is() -> None:
     one_step = OneStep(**OFFLOADING)
     host = track(one_step).peak("host")
-    block_inputs = LAYERS * one_step.group[0].tokens_BS.numel() * WIDTH * 4
+    # But the first, the embedded batch, which autograd holds on the device.
+    block_inputs = (LAYERS - 1) * one_step.group[0].tokens_BS.numel() * WIDTH * 4
     assert host.by_category == dict.fromkeys(CATEGORIES, 0) | {"activations": block_inputs}
     clipped = OneStep(**CLIPPED)
     parked = track(clipped).peak("host").highest["gradients"]
     assert parked == bytes_of(clipped.model.parameters())
+
+
+def test_what_waits_on_disk_is_counted_there(tmp_path: Path) -> None:
+    one_step = OneStep(**OFFLOADING)
+    one_step.host.activations = Disk(tmp_path)
+    disk = track(one_step).peak("disk")
+    block_inputs = (LAYERS - 1) * one_step.group[0].tokens_BS.numel() * WIDTH * 4
+    assert disk.by_category == dict.fromkeys(CATEGORIES, 0) | {"activations": block_inputs}
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])

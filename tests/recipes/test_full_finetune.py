@@ -53,8 +53,8 @@ def signal_at(patch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals) ->
 
     logged = RunLog.step
 
-    def log_and_send(self: RunLog, number: int, **values) -> None:
-        logged(self, number, **values)
+    def log_and_send(self: RunLog, number: int, *args, **values) -> None:
+        logged(self, number, *args, **values)
         if number == step:
             for number in numbers:
                 os.kill(os.getpid(), number)

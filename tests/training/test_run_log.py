@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from solotune.data import Batch
 from solotune.errors import ConfigError
 from solotune.training import RunLog, peak_bytes, pick_output_dir
+from tests.models.tiny import make_batch
 
 
 def pick(output_dir: Path | None, **changes: Any) -> Path:
@@ -71,6 +73,15 @@ def test_a_forbidden_folder_is_one_sentence(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
+def run_log(folder: Path, **keys: Any) -> RunLog:
+    return RunLog(folder, device=torch.device("cpu"), **keys)
+
+
+def batch(tokens: int = 100) -> Batch:
+    """Return a micro-batch of one row, with a target at every position but the last."""
+    return make_batch((tokens,))
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -78,16 +89,16 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def steps(log: RunLog, first: int, last: int, *, total: int) -> None:
     with log.running(total, first_step=first - 1):
         for step in range(first, last + 1):
-            log.step(step, num_tokens=100, peak_bytes=2**30, loss=1 / step, lr=1e-3, grad_norm=None)
+            log.step(step, [batch()], loss=1 / step, lr=1e-3, grad_norm=None)
 
 
 def test_resuming_drops_the_lines_that_are_made_again_and_a_line_cut_by_a_kill(
     tmp_path: Path,
 ) -> None:
-    steps(RunLog(tmp_path, config_yaml="a: 1\n"), 1, 5, total=8)
+    steps(run_log(tmp_path, config_yaml="a: 1\n"), 1, 5, total=8)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "los')
-    log = RunLog(tmp_path, config_yaml="a: 2\n", first_step=3)
+    log = run_log(tmp_path, config_yaml="a: 2\n", first_step=3)
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
     steps(log, 4, 8, total=8)
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 9))
@@ -95,26 +106,28 @@ def test_resuming_drops_the_lines_that_are_made_again_and_a_line_cut_by_a_kill(
 
 
 def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:
-    steps(RunLog(tmp_path, config_yaml=""), 1, 3, total=3)
-    RunLog(tmp_path, config_yaml="")
+    steps(run_log(tmp_path, config_yaml=""), 1, 3, total=3)
+    run_log(tmp_path, config_yaml="")
     assert rows_of(tmp_path) == []
 
 
 def test_every_n_steps_are_written_and_the_last_one_always(tmp_path: Path) -> None:
-    steps(RunLog(tmp_path, config_yaml="", every=4), 1, 10, total=10)
+    steps(run_log(tmp_path, config_yaml="", every=4), 1, 10, total=10)
     assert [row["step"] for row in rows_of(tmp_path)] == [4, 8, 10]
 
 
 def test_a_row_holds_what_was_measured_and_no_nan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = RunLog(tmp_path, config_yaml="")
+    monkeypatch.setattr("solotune.training.run_log.peak_bytes", lambda device: 3 * 2**29)
+    log = run_log(tmp_path, config_yaml="")
     with log.running(2, first_step=0):
-        log.step(1, num_tokens=100, peak_bytes=3 * 2**29, loss=0.5, lr=1e-3, grad_norm=2.0)
+        log.step(1, [batch(), batch()], loss=0.5, lr=1e-3, grad_norm=2.0)
         log.write({"step": 1, "val_loss": 0.25})
-        log.step(2, num_tokens=100, peak_bytes=0, loss=float("nan"), lr=1e-3, grad_norm=None)
+        log.step(2, [batch()], loss=float("nan"), lr=1e-3, grad_norm=None)
     first, validation, second = rows_of(tmp_path)
     assert (first["loss"], first["grad_norm"], first["peak_memory_gib"]) == (0.5, 2.0, 1.5)
+    assert first["num_targets"] == 198
     assert first["tokens_per_second"] > 0
     assert validation == {"step": 1, "val_loss": 0.25}
     assert second["loss"] is None
@@ -127,18 +140,35 @@ def test_validation_and_saves_do_not_count_in_tokens_per_second(
 ) -> None:
     clock = iter([0.0, 10.0, 90.0, 100.0, 100.0])
     monkeypatch.setattr("solotune.training.run_log.time.perf_counter", lambda: next(clock))
-    log = RunLog(tmp_path, config_yaml="")
+    log = run_log(tmp_path, config_yaml="")
     with log.running(1, first_step=0):  # begins at 0
         with log.uncounted():  # from 10 to 90
             pass
-        log.step(1, num_tokens=100, peak_bytes=0, loss=1.0, lr=1e-3)  # at 100
+        log.step(1, [batch()], loss=1.0, lr=1e-3)  # at 100
     (row,) = rows_of(tmp_path)
     assert row["seconds_per_step"] == pytest.approx(20)
     assert row["tokens_per_second"] == pytest.approx(5)
 
 
+def test_a_step_without_a_target_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run_log(tmp_path, config_yaml="")
+    with log.running(1, first_step=0):
+        log.step(1, [batch(tokens=1)], loss=0.0, lr=1e-3)
+    assert "step 1 has no target and changed nothing" in capsys.readouterr().out
+
+
+def test_the_file_save_now_is_a_wish_that_is_heard_once(tmp_path: Path) -> None:
+    log = run_log(tmp_path, config_yaml="")
+    assert not log.save_is_wanted()
+    (tmp_path / "save_now").touch()
+    assert log.save_is_wanted()
+    assert not log.save_is_wanted()
+
+
 def test_run_json_names_versions_device_and_data(tmp_path: Path) -> None:
-    RunLog(tmp_path, config_yaml="").write_run(torch.device("cpu"), data="abc")
+    run_log(tmp_path, config_yaml="").write_run(data="abc")
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["versions"]["torch"] == torch.__version__
     assert run["device"] == "cpu"

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,15 @@ class Checkpointer:
         progress: dict[str, Any],
         dtype: torch.dtype,
         tokenizer: Tokenizer,
-        eos_ids: Sequence[int],
         best: bool = False,
     ) -> Path:
         """Write step_<step>, make it `latest` (and `best`), and remove what is no longer kept.
 
-        `dtype` is that of the saved weights, `eos_ids` are the trained terminators. At every moment
-        `latest` names a complete folder: killed or out of space, the run can go on from it. Raises
-        CheckpointError, with the folders of earlier steps untouched.
+        `dtype` is that of the saved weights; the tokenizer's terminators, which were trained, end
+        a generation. At every moment `latest` names a complete folder: killed or out of space, the
+        run can go on from it. Raises CheckpointError, with the folders of earlier steps untouched.
         """
+        eos_ids = tokenizer.stop_ids()
         named = ((model.to_hf_key(name), tensor) for name, tensor in model.named_parameters())
         weights = weight_sources(named, dtype=dtype)
         state = TrainingState(model=model, optimizer=optimizer, progress=progress, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from solotune.memory.checkpointing import checkpoint_blocks as checkpoint_blocks
 from solotune.memory.compile import compile_blocks as compile_blocks
+from solotune.memory.disk import Disk as Disk
 from solotune.memory.host import HostMemory as HostMemory
 from solotune.memory.layer_major import LAYER_MAJOR_FACT as LAYER_MAJOR_FACT
 from solotune.memory.layer_major import layer_major_step as layer_major_step

@@ -6,7 +6,7 @@ into other storage, so that what is tested there is a real move.
 
 import threading
 from collections import defaultdict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +14,29 @@ from torch import Tensor
 from solotune.memory.streams import CpuQueues, CudaQueues, Queues
 
 
+class ActivationStore(Protocol):
+    """Where activations go instead of host memory."""
+
+    def move(self, host: "HostMemory", source: Tensor) -> "Moved": ...
+
+
 class HostMemory:
     """Host side of a run on `device`.
 
-    `poison` overwrites a source after its move: on CPU source and copy would otherwise be equally
-    good, and no test of offloading could fail.
+    Activations go to `activations` where it is given, else they wait in host memory. `poison`
+    overwrites a source after its move: on CPU source and copy would otherwise be equally good, and
+    no test of offloading could fail.
     """
 
-    def __init__(self, device: torch.device, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        activations: ActivationStore | None = None,
+        poison: bool = False,
+    ) -> None:
         self.device = device
+        self.activations = activations
         self.poison = poison
         self.bytes_moved = 0  # to the host, over the run
         self.queues: Queues = CudaQueues(device) if device.type == "cuda" else CpuQueues()
@@ -35,6 +49,12 @@ class HostMemory:
     def read(self, *values: Tensor) -> list[float]:
         """Return the values of scalar tensors, in one read of the device."""
         return torch.stack([value.detach().float() for value in values]).tolist()
+
+    def move_activation(self, source: Tensor) -> "Moved":
+        """Return an activation on its way out."""
+        if self.activations is not None:
+            return self.activations.move(self, source)
+        return Moved(self, source)
 
     def take_buffer(self, like: Tensor) -> Tensor:
         """Return host memory shaped like a tensor, pinned where there is a card."""
@@ -77,6 +97,9 @@ class Moved:
         self._buffer = host.take_buffer(source)
         self._written = host.queues.copy(self._buffer, source)
         self._returned: tuple[Tensor, Any] | None = None
+
+    def read_ahead(self) -> None:
+        """Prepare for `fetch`, where there is something to prepare."""
 
     def fetch(self) -> None:
         """Start the way back, once."""

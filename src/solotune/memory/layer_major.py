@@ -13,6 +13,7 @@ Shapes: B batch, S tokens, D width.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,18 +57,20 @@ def layer_major_step(
         for parameter in parameters:
             parameter.grad = None
 
-    # Forward: of each block only its inputs are kept.
+    # Forward: of each block only its inputs are kept; of frozen ones at the bottom nothing.
     hidden = [model.embed(batch.tokens_BS) for batch in group]
+    lowest = _lowest_trained(model)
     inputs: list[list[Moved]] = []
     with torch.no_grad():
-        for block in model.blocks:
-            inputs.append([Moved(host, x_BSD) for x_BSD in hidden])
+        for number, block in enumerate(model.blocks):
+            if number >= lowest:
+                inputs.append([host.move_activation(x_BSD) for x_BSD in hidden])
             hidden = [block(x_BSD, c) for x_BSD, c in zip(hidden, contexts, strict=True)]
 
     # The head: final norm, projection, loss.
     mean_loss = torch.zeros((), device=model.device)
     for index, batch in enumerate(group):
-        x_BSD = hidden[index].requires_grad_()
+        x_BSD = hidden[index].requires_grad_(bool(inputs))
         loss = loss_fn(model.norm(x_BSD), model.output_weight, batch, num_targets)
         loss.backward()
         mean_loss += loss.detach()
@@ -81,15 +84,21 @@ def layer_major_step(
     complete([p for p in _outside_blocks(model) if p is not model.embed_tokens.weight])
 
     # Backward, from the top: recompute a block for each micro-batch, then let it step.
-    for block, block_inputs in zip(reversed(model.blocks), reversed(inputs), strict=True):
-        for index, moved in enumerate(block_inputs):
-            if index + 1 < len(block_inputs):
-                block_inputs[index + 1].fetch()
-            x_BSD = moved.take().requires_grad_()
-            block(x_BSD, contexts[index]).backward(hidden[index])
-            assert x_BSD.grad is not None
-            hidden[index] = x_BSD.grad
-        block_inputs.clear()
+    waiting = deque(moved for block_inputs in reversed(inputs) for moved in block_inputs)
+    inputs.clear()
+    embedding = model.embed_tokens.weight
+    for number in range(len(model.blocks) - 1, lowest - 1, -1):
+        block = model.blocks[number]
+        for index, context in enumerate(contexts):
+            moved = waiting.popleft()
+            if waiting:  # the next one's copy runs beside this one's computation
+                waiting[0].fetch()
+            if len(waiting) > 1:
+                waiting[1].read_ahead()
+            x_BSD = moved.take().requires_grad_(number > lowest or embedding.requires_grad)
+            block(x_BSD, context).backward(hidden[index])
+            if x_BSD.grad is not None:
+                hidden[index] = x_BSD.grad
         complete(list(block.parameters()))
 
     tokens = [batch.tokens_BS for batch in group]
@@ -136,6 +145,14 @@ class _Parked:
             if self._moved:
                 self._moved[-1][1].fetch()
             yield parameter, moved.take()
+
+
+def _lowest_trained(model: Decoder) -> int:
+    """Return the number of the first block that backward must reach."""
+    if model.embed_tokens.weight.requires_grad:
+        return 0
+    trained = [any(p.requires_grad for p in block.parameters()) for block in model.blocks]
+    return trained.index(True) if any(trained) else len(trained)
 
 
 def _outside_blocks(model: Decoder) -> list[nn.Parameter]:

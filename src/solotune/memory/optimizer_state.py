@@ -7,20 +7,20 @@ Excludes: bitsandbytes' paged optimizers, whose state is host memory already.
 Label:    bit-exact. Figures: docs/optimizer_state.md
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from solotune.errors import CheckpointError, ConfigError
+from solotune.memory.disk import allocate
 from solotune.memory.host import HostMemory
 
 SMALLEST_BYTES = 4096  # tensors below it stay: step counters, quantisation maps
@@ -160,7 +160,7 @@ class StateHome:
         self._num_files += 1
         try:
             with path.open("wb") as file:
-                _allocate(file, value.nbytes)
+                allocate(file, value.nbytes)
         except OSError as error:
             raise CheckpointError(
                 f"optimizer_state=disk: {path} cannot get {value.nbytes / 2**20:.0f} MiB "
@@ -168,16 +168,6 @@ class StateHome:
             ) from None
         flat = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype)
         return flat.view(value.shape)
-
-
-def _allocate(file: BinaryIO, num_bytes: int) -> None:
-    """Give a file its blocks now: a hole that the disk cannot fill would kill the process later."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, num_bytes)
-        return
-    zeros = bytes(2**20)
-    for start in range(0, num_bytes, len(zeros)):
-        file.write(zeros[: num_bytes - start])
 
 
 def _value(slot: _Slot) -> Tensor:

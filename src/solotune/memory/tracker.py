@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from solotune.memory.disk import Disk
 from solotune.memory.host import HostMemory
 from solotune.memory.optimizer_state import SMALLEST_BYTES
 from solotune.memory.stepping import Stepper
@@ -72,7 +73,12 @@ class MemoryTracker:
             leave = module.register_forward_hook(self._leave, always_call=True)
             self._undo.callback(leave.remove)
         self._undo.enter_context(_replaced(self.stepper, "step", self._step))
-        self._undo.enter_context(_replaced(self.host, "take_buffer", self._take_buffer))
+        self._undo.enter_context(
+            _replaced(self.host, "take_buffer", partial(self._take_buffer, "host"))
+        )
+        if isinstance(self.host.activations, Disk):
+            take_file = partial(self._take_buffer, "disk")
+            self._undo.enter_context(_replaced(self.host.activations, "take_file", take_file))
         self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         self._undo.enter_context(_Operators(self))
         return self
@@ -174,16 +180,16 @@ class MemoryTracker:
         step(parameters)
         self._within.pop()
 
-    def _take_buffer(self, take: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    def _take_buffer(self, place: str, take: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
         self._mark_gradients(self.model.parameters())  # of which it may be one
         (source,), buffer = self.see(like, is_new=False), take(like)
         (life,) = self.see(buffer, is_new=True)
-        if life.place == "host" and life.source is not None:  # used again: for something else
+        if life.place == place and life.source is not None:  # used again: for something else
             self._event(life, -1)
             life = _Life(life.num_bytes, life.place, life.category)
             self._live[buffer.untyped_storage()._cdata] = life
             self._event(life, 1)
-        life.place, life.source = "host", source
+        life.place, life.source = place, source
         return buffer
 
 

@@ -51,7 +51,12 @@ def describe_device(device: torch.device) -> str:
 
 
 def set_seed(seed: int, *, deterministic: bool = False) -> None:
-    """Seed Python's and torch's generators; `deterministic` also refuses unordered kernels."""
+    """Seed Python's and torch's generators; `deterministic` also refuses unordered kernels.
+
+    Raises ConfigError for a seed that numpy would not take.
+    """
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed}: use 0 or more, and less than 2**32")
     random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:

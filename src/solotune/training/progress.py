@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from solotune.data import Loader
 from solotune.errors import ConfigError, TrainingError
 
 
@@ -27,7 +28,9 @@ class Progress:
     epoch: int = 0
     batch: int = 0
     num_tokens: int = 0  # trained on so far, filler excluded
-    best_val_loss: float | None = None
+    best_val_loss: float | None = None  # of the saved steps
+    lowest_val_loss: float | None = None  # of all validations
+    stale_validations: int = 0  # in a row, since the lowest
     data: str = ""  # fingerprint of the samples and of what cuts them into batches
 
     def check_data(self, data: str) -> None:
@@ -58,8 +61,33 @@ class Progress:
             self.best_val_loss = val_loss
         return better
 
+    def count_validation(self, val_loss: float) -> None:
+        """Count the validations since the lowest loss; NaN is never lower."""
+        lowest = math.inf if self.lowest_val_loss is None else self.lowest_val_loss
+        if val_loss < lowest:
+            self.lowest_val_loss, self.stale_validations = val_loss, 0
+        else:
+            self.stale_validations += 1
+
+    def is_over(self, patience: int | None) -> bool:
+        """Whether `patience` validations in a row were not better; None waits for ever."""
+        return patience is not None and self.stale_validations >= patience
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def step_lines(
+    loader: Loader, accumulation: int, epochs: int, steps_per_epoch: int, done: int
+) -> list[str]:
+    """Return the facts to print about the run's steps; `done` counts those of an earlier part."""
+    all_steps, batches = math.ceil(len(loader) / accumulation), min(accumulation, len(loader))
+    return [
+        f"a step: {loader.num_tokens // all_steps:,} tokens, {loader.num_targets // all_steps:,} "
+        f"of them targets, in {batches} micro-batches of {loader.batch_size}",
+        f"the run: {epochs} epochs of {steps_per_epoch} steps"
+        + (f", {done} of them done" if done else ""),
+    ]
 
 
 def is_due(step: int, every: int | None, *, epoch_ends: bool) -> bool:

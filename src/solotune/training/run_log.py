@@ -7,8 +7,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from tqdm import tqdm
 
 from solotune.checkpoint.folders import write_text
 from solotune.checkpoint.training_state import package_version
+from solotune.data import Batch
 from solotune.errors import ConfigError
+from solotune.training.metric_loggers import MetricLogger
+from solotune.training.profiling import StepProfiler
 
 _PACKAGES = ("solotune", "torch", "torchao", "bitsandbytes", "tokenizers", "safetensors")
 
@@ -29,7 +32,7 @@ def pick_output_dir(
 
     A run that goes on from a named folder writes beside it unless told otherwise. Raises
     ConfigError for a folder that holds something, unless the run resumes or may overwrite: then
-    `remove_run` deletes the earlier one when nothing can go wrong any more.
+    RunLog deletes the earlier one when nothing can go wrong any more.
     """
     if output_dir is not None:
         folder = Path(output_dir)
@@ -76,31 +79,49 @@ def _make_unused(folder: Path) -> Path:
 
 def remove_run(folder: Path) -> None:
     """Delete what runs write; a stranger's file in the folder stays."""
-    files = "config.yaml run.json metrics.jsonl latest best memory.png memory_snapshot.pickle"
+    files = (
+        "config.yaml run.json metrics.jsonl metrics.csv latest best memory.png "
+        "memory_snapshot.pickle save_now wandb_run_id"
+    )
     for name in files.split():
         (folder / name).unlink(missing_ok=True)
     for path in list(folder.iterdir()):
-        if path.is_dir() and re.fullmatch(r"final|step_\d+", path.name):
+        if path.is_dir() and re.fullmatch(r"final|step_\d+|tensorboard|profile", path.name):
             shutil.rmtree(path)
 
 
 class RunLog:
     """Terminal and files of one run.
 
-    `every` is the number of optimizer steps between two that are written and shown. On resume, the
-    lines of metrics.jsonl after `first_step` are dropped: they are made again.
+    `every` is the number of optimizer steps between two that are written and shown; what is written
+    goes to `logger` too, and `profiler` is told of each step. On resume, the lines of metrics.jsonl
+    after `first_step` are dropped: they are made again. `replace` deletes an earlier run's files.
     """
 
     def __init__(
-        self, output_dir: Path, *, config_yaml: str, first_step: int = 0, every: int = 1
+        self,
+        output_dir: Path,
+        *,
+        replace: bool = False,
+        config_yaml: str,
+        device: torch.device,
+        first_step: int = 0,
+        every: int = 1,
+        logger: MetricLogger | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self.output_dir = output_dir
-        self._every = every
+        self._device, self._every = device, every
+        self._logger, self._profiler = logger, profiler
+        if replace:
+            remove_run(output_dir)
         write_text(output_dir / "config.yaml", config_yaml)
         self._metrics = output_dir / "metrics.jsonl"
         kept = [line for line in self._lines() if json.loads(line)["step"] <= first_step]
         # Nothing is saved of step 0: a run that begins again validates again.
         write_text(self._metrics, "".join(kept if first_step else []))
+        if logger is not None:
+            logger.start(output_dir, first_step=first_step)
 
     def _lines(self) -> list[str]:
         """Return the whole lines of an earlier part of the run; a kill may have cut the last."""
@@ -114,8 +135,9 @@ class RunLog:
         for line in lines:
             tqdm.write(line)
 
-    def write_run(self, device: torch.device, **facts: Any) -> None:
+    def write_run(self, **facts: Any) -> None:
         """Write run.json: versions, device, and `facts`."""
+        device = self._device
         run = {
             "versions": {name: package_version(name) for name in _PACKAGES},
             "python": platform.python_version(),
@@ -136,14 +158,18 @@ class RunLog:
         terminal = sys.stderr.isatty()
         self._total = total_steps
         self._since, self._tokens, self._steps = time.perf_counter(), 0, 0
-        with tqdm(
+        bar = tqdm(
             total=total_steps,
             initial=first_step,
             unit="step",
             disable=not terminal,
             dynamic_ncols=True,
-        ) as self._bar:
+        )
+        profiled = self._profiler.running(self.output_dir) if self._profiler else nullcontext()
+        with bar as self._bar, profiled:
             yield
+        if self._logger is not None:
+            self._logger.close()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -152,21 +178,33 @@ class RunLog:
         yield
         self._since += time.perf_counter() - begin
 
-    def step(self, step: int, *, num_tokens: int, peak_bytes: int, **metrics: Any) -> None:
-        """Count a step, and write and show its metrics where it is due; the last always is."""
-        self._tokens += num_tokens
+    def step(self, step: int, group: Sequence[Batch], **metrics: Any) -> None:
+        """Count a step over `group`, and write and show its metrics where it is due.
+
+        The last step always is.
+        """
+        num_targets = sum(batch.num_targets for batch in group)
+        if not num_targets:
+            self.facts(f"warning: step {step} has no target and changed nothing")
+        self._tokens += sum(batch.num_tokens for batch in group)
         self._steps += 1
         self._bar.update()
+        if self._profiler is not None:
+            self._profiler.step()
         if step % self._every and step != self._total:
             return
         seconds = max(time.perf_counter() - self._since, 1e-9)
         row = {
             "step": step,
             **metrics,
+            "num_targets": num_targets,
             "tokens_per_second": round(self._tokens / seconds, 1),
             "seconds_per_step": round(seconds / self._steps, 4),
-            "peak_memory_gib": round(peak_bytes / 2**30, 3),
+            "peak_memory_gib": round(peak_bytes(self._device) / 2**30, 3),
         }
+        if self._device.type == "cuda":  # what the allocator took from the card, holes among it
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            row["peak_reserved_gib"] = round(reserved / 2**30, 3)
         self._since, self._tokens, self._steps = time.perf_counter(), 0, 0
         self.write(row)
         shown = f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {row['tokens_per_second']:.0f} tok/s"
@@ -178,7 +216,10 @@ class RunLog:
             self._bar.set_postfix_str(shown)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one object to metrics.jsonl; a number that is not finite is written as null."""
+        """Append one object to metrics.jsonl, and hand it to the logger.
+
+        A number that is not finite is written as null.
+        """
         clean = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
@@ -186,6 +227,16 @@ class RunLog:
         }
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean) + "\n")
+        if self._logger is not None:
+            self._logger.log(clean)
+
+    def save_is_wanted(self) -> bool:
+        """Whether somebody has made the file `save_now` in the run's folder; it is removed."""
+        wish = self.output_dir / "save_now"
+        if not wish.exists():
+            return False
+        wish.unlink(missing_ok=True)
+        return True
 
 
 def peak_bytes(device: torch.device) -> int:
