@@ -61,8 +61,11 @@ FLAGS = {
     "validate": (*_RUN, "--recipe"),
     "ls": ("--json", "--help"),
     "cp": ("--force", "--help"),
+    "download": ("--output-dir", "--hf-token", "--revision", "--ignore-patterns", "--help"),
+    "inspect data": (*_RUN, "--recipe", "--samples", "--validation", "--json", "--html"),
+    "inspect model": (*_RUN, "--recipe", "--json"),
 }
-_CHOICES = {"completion": tuple(SCRIPTS)}
+_CHOICES = {"completion": tuple(SCRIPTS), "inspect": ("data", "model")}
 
 
 def main(words: list[str]) -> int:
@@ -97,19 +100,23 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
     if not before:
         return VERBS
     verb, *rest = before
+    if verb in _CHOICES and not rest:
+        return _CHOICES[verb]
+    if verb == "inspect":
+        verb, rest = f"inspect {rest[0]}", rest[1:]
     if rest and rest[-1] == "--config":
         return configs()
     if current.startswith("-"):
         return FLAGS.get(verb, ("--help",))
-    if verb in _CHOICES:
-        return _CHOICES[verb] if not rest else ()
+    if verb == "completion":
+        return ()
     if verb in ("cat", "cp") and not rest:
         return [*recipes(), *configs()]
     if verb == "diff" and len(rest) == 1:
         return [*recipes(), *configs()]
     if verb == "run" and not rest:
         return recipes()
-    if verb == "validate" and not rest:
+    if verb.startswith(("validate", "inspect")) and not rest:
         return [*configs(), *recipes()]
     return _settings(rest, current)
 

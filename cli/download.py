@@ -26,7 +26,7 @@ A token is read from --hf-token, from HF_TOKEN, or from where `hf auth login` le
 # The same weights for other programs.
 IGNORED = (
     *("original/*", "metal/*", "onnx/*", "openvino/*", "coreml/*"),
-    *("*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite"),
+    *("*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.tflite"),
 )
 # The same weights once more where there are model*.safetensors.
 IGNORED_BESIDE_SAFETENSORS = ("*.bin", "*.pt", "consolidated*.safetensors")

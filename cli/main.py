@@ -16,6 +16,7 @@ VERBS = {
     "download": "fetch a model from the Hugging Face Hub",
     "diff": "show what a copy changes of its original",
     "completion": "make a shell complete recipes, configs and keys",
+    "inspect": "show what a run is fed with, and what it trains",
     "validate": "check a config without reading any weights",
 }
 

@@ -39,6 +39,10 @@ CONFIG = "smollm2/135M_full_single_device"
         (f"tune diff mine.yaml {CONFIG[:9]}", [CONFIG]),
         ("tune completion ", ["bash", "fish", "zsh"]),
         ("tune run gone.py --config gone.yaml x", []),
+        ("tune inspect ", ["data", "model"]),
+        ("tune inspect data full_", ["full_finetune_single_device"]),
+        (f"tune inspect data {CONFIG} dtype=f", ["dtype=fp32"]),
+        ("tune inspect data --sam", ["--samples"]),
         ("tune nothing ", []),
     ],
 )
@@ -57,7 +61,7 @@ def test_a_copied_recipe_completes_its_own_keys(tmp_path: Path):
 def test_each_flag_that_is_offered_exists(capsys: pytest.CaptureFixture):
     for verb, flags in FLAGS.items():
         with suppress(SystemExit):  # argparse ends the process
-            main([verb, "--help"])
+            main([*verb.split(), "--help"])
         out = capsys.readouterr().out
         assert [flag for flag in flags if flag not in out] == []
 
