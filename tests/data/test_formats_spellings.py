@@ -263,10 +263,10 @@ def test_of_a_prompt_of_messages_the_completion_alone_is_trained() -> None:
 
 
 def test_a_misspelt_key_of_a_message_is_printed(load_rows: Load, make_tokenizer: Any) -> None:
-    rows = [{"messages": [USER, ASSISTANT | {"wieght": 0, "note": None}]}]
+    rows = [{"messages": [USER, ASSISTANT | {"Weight": 0, "note": None}]}]
     lines = load_rows(make_tokenizer(CHATML), *rows).lines()
-    assert "dataset: columns not used: wieght (of messages)" in lines
-    reading = "{% for m in messages %}{{ m.wieght }}{% endfor %}" + CHATML
+    assert "dataset: columns not used: Weight (of messages)" in lines
+    reading = "{% for m in messages %}{{ m.Weight }}{% endfor %}" + CHATML
     assert not any("not used" in x for x in load_rows(make_tokenizer(reading), *rows).lines())
 
 
