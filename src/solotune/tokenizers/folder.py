@@ -48,21 +48,16 @@ class Definition:
     def with_added(self, texts: Sequence[str]) -> "Definition":
         """The definition with `texts` as special tokens; those it has not get the next ids."""
         tokens = {token["content"]: token for token in self.content["added_tokens"]}
-        model = dict(self.content["model"])
-        vocab = model["vocab"]
+        vocab = self.content["model"]["vocab"]
         known = vocab if isinstance(vocab, dict) else {p[0]: i for i, p in enumerate(vocab)}
+        known = known | {text: token["id"] for text, token in tokens.items()}
         next_id = 1 + max(self.ids())
-        gaps = next_id != len(known.keys() | tokens.keys())
         for text in dict.fromkeys(texts):
-            if text in tokens or text in known:
-                token_id = tokens[text]["id"] if text in tokens else known[text]
-            else:
-                token_id, next_id = next_id, next_id + 1
-                if gaps and isinstance(vocab, dict):  # the library would number it by count
-                    model["vocab"] = vocab = vocab | {text: token_id}
+            token_id = known.get(text, next_id)
+            next_id = max(next_id, token_id + 1)
             tokens[text] = added_token(token_id, text)
         ordered = sorted(tokens.values(), key=lambda token: token["id"])
-        content = self.content | {"model": model, "added_tokens": ordered}
+        content = _numbered(self.content | {"added_tokens": ordered})
         return Definition(self.file, content, self.bos, self.eos)
 
 
@@ -81,13 +76,13 @@ def read_definition(file: Path, config: Mapping[str, Any]) -> Definition:
     declared = _declared_tokens(file.parent, config)
     if _is_text(file):
         content, layout = tiktoken_definition(file, declared)
-        return Definition(file, content, layout.bos, layout.eos)
+        return Definition(file, _numbered(content), layout.bos, layout.eos)
     model = read_sentencepiece(file)
     prefix = "each" if config.get("legacy") is not False else "first"
     if config.get("add_prefix_space") is False:
         prefix = "never"
     content = sentencepiece_definition(model, declared, prefix=prefix)
-    return Definition(file, content, model.bos, model.eos)
+    return Definition(file, _numbered(content), model.bos, model.eos)
 
 
 def tokenizer_file(folder: Path) -> Path:
@@ -130,6 +125,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object: fetch the file again")
     return content
+
+
+def _numbered(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with added tokens in the vocabulary where ids are missing before them.
+
+    The library counts added tokens on from the size of the vocabulary, whatever their ids.
+    """
+    vocab = content["model"]["vocab"]
+    if not isinstance(vocab, dict):
+        return content
+    outside = {t["content"]: t["id"] for t in content["added_tokens"] if t["content"] not in vocab}
+    if list(outside.values()) == list(range(len(vocab), len(vocab) + len(outside))):
+        return content
+    return content | {"model": content["model"] | {"vocab": vocab | outside}}
 
 
 def _declared_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -47,8 +47,9 @@ class Tokenizer:
 
     `bos_id` and `eos_id` are None where the model has none; `adds_bos` says whether the tokenizer
     itself puts BOS before a text; `max_seq_len` is in tokens; `template` is None for a base model
-    without one. `new_ids` are those of `added_tokens` that the files lack; `rows_wanted` is how
-    many rows `added_tokens` need in an embedding, 0 without them. `notes` are facts to print.
+    without one; `source` is the file that is read. `new_ids` are those of `added_tokens` that the
+    files lack; `rows_wanted` is how many rows `added_tokens` need in an embedding, 0 without them.
+    `notes` are facts to print.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Tokenizer:
             "chat_template_kwargs": chat_template_kwargs,
             "added_tokens": tuple(added_tokens),
         }
-        self._file = folder / file if file else tokenizer_file(folder)
+        self.source = folder / file if file else tokenizer_file(folder)
         config = _tokenizer_config(folder)
         generation = read_json(folder / "config.json") | read_json(
             folder / "generation_config.json"
@@ -84,7 +85,7 @@ class Tokenizer:
             text: number_mark(_GUARD, token_id) for text, token_id in self._specials.items()
         }
         self._unguarded = {guard: text for text, guard in self._guards.items()}
-        self._guarded = _build(_respell(definition.content, self._guards), self._file)
+        self._guarded = _build(_respell(definition.content, self._guards), self.source)
         self._check_ids(definition)
         self._control_pattern = re.compile(
             "|".join(map(re.escape, sorted(self._specials, key=len, reverse=True)))
@@ -165,12 +166,12 @@ class Tokenizer:
         ]
 
     def stop_ids(self) -> list[int]:
-        """Ids that end a turn: the template's terminator, EOS, those of generation_config.json."""
+        """Ids that end a turn: the template's terminators, EOS, those of generation_config.json."""
         ids = set(self._eos_ids)
         if self.eos_id is not None:
             ids.add(self.eos_id)
-        if self.template is not None and self.template.terminator is not None:
-            ids.add(self._specials[self.template.terminator])
+        if self.template is not None:
+            ids |= {self._specials[text] for text in self.template.terminators}
         return sorted(ids)
 
     def token_id(self, text: str) -> int | None:
@@ -229,30 +230,31 @@ class Tokenizer:
 
     def check_text(self, text: str) -> None:
         """Raises DataError where `text` holds code points that cannot be encoded."""
+        if text.isascii():
+            return
         if RESERVED.search(text):
             raise DataError(
                 "the text holds a code point of U+FDD0..U+FDEF, which Unicode reserves: remove it"
             )
-        if not text.isascii() and (lone := re.search("[\ud800-\udfff]", text)):
+        if lone := re.search("[\ud800-\udfff]", text):
             raise DataError(
                 f"the text holds half a surrogate pair (U+{ord(lone[0]):04X}): remove it"
             )
 
     def _guard(self, rendering: Rendering) -> tuple[str, list[tuple[int, int]]]:
         """The text with the template's control tokens respelled; (old end, growth) of each."""
-        self.check_text(rendering.text)
-        plain, edits = set(rendering.plain), []
-
-        def respell(match: re.Match) -> str:
-            if match.span() in plain:
-                return match[0]
-            edits.append((match.end(), len(self._guards[match[0]]) - len(match[0])))
-            return self._guards[match[0]]
-
-        text = (
-            self._control_pattern.sub(respell, rendering.text) if self._specials else rendering.text
-        )
-        return text, edits
+        text, controls = rendering.text, rendering.controls
+        self.check_text(text)
+        if controls is None:
+            plain = set(rendering.plain)
+            controls = [span for span in self.spelled_controls(text) if span not in plain]
+        parts, edits, done = [], [], 0
+        for start, end in controls:
+            guard = self._guards[text[start:end]]
+            parts += (text[done:start], guard)
+            edits.append((end, len(guard) - (end - start)))
+            done = end
+        return "".join(parts) + text[done:], edits
 
     def spelled_controls(self, text: str) -> tuple[tuple[int, int], ...]:
         """Where `text` spells special tokens, as character spans."""
@@ -267,7 +269,7 @@ class Tokenizer:
 
         Read again for `save`, rather than kept: it is some 100 MB.
         """
-        definition = read_definition(self._file, config)
+        definition = read_definition(self.source, config)
         added_tokens: Sequence[str] = self.made_with["added_tokens"]
         if not added_tokens:
             return definition, ()
@@ -284,7 +286,7 @@ class Tokenizer:
             token_id = self.token_id(token["content"])
             if token_id != token["id"]:
                 raise CheckpointError(
-                    f"{self._file}: the token {token['content']!r} gets the id {token_id} and not "
+                    f"{self.source}: the token {token['content']!r} gets the id {token_id} and not "
                     f"{token['id']}, as ids are missing before it: fetch the file again"
                 )
 
@@ -301,7 +303,7 @@ class Tokenizer:
             token_id = self.token_id(text)
             if token_id is None:
                 raise CheckpointError(
-                    f"{self.folder}: {which}_token {text!r} is not in {self._file.name}"
+                    f"{self.folder}: {which}_token {text!r} is not in {self.source.name}"
                 )
             self._variables[f"{which}_token"] = text
             return token_id
@@ -331,7 +333,7 @@ class Tokenizer:
             if choice is not None:
                 raise ConfigError(
                     f"tokenizer.chat_template={choice} writes {' and '.join(lacking)}, for which "
-                    f"{self._file} has no token: add {'it' if len(lacking) == 1 else 'them'} with "
+                    f"{self.source} has no token: add {'it' if len(lacking) == 1 else 'them'} with "
                     f"{repair}, or choose another template"
                 )
             self.notes.append(
