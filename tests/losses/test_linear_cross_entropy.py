@@ -246,12 +246,30 @@ def test_memory_holds_the_logits_of_one_chunk_at_most(dtype: torch.dtype) -> Non
         return ours
 
     one_chunk = chunk * vocab * (dtype.itemsize + 4)  # logits, and their softmax in fp32
-    weight = vocab * width * (4 + 4 + dtype.itemsize)  # fp32 sum, a chunk's share, the result
+    weight = vocab * width * (4 + 4 + dtype.itemsize)  # fp32 sum, one piece's share, the result
     a_row = 4 * width * dtype.itemsize + 4 * 8  # hidden states, their gradients, labels
     fewer, more = peak(1024), peak(4096)
     assert more <= one_chunk + weight + 4096 * a_row
     # Three times as many targets again cost their own rows and no logits.
     assert more - fewer <= 4096 * a_row + weight
+
+
+def test_a_chunks_head_gradient_never_stands_whole_beside_the_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vocab, width, tokens, chunk = 4000, 256, 256, 64
+    inputs = leaves(1, tokens, vocab=vocab, width=width, dtype=torch.bfloat16)
+    batch = targets(1, tokens, vocab=vocab, share=1.0)
+    loss_fn = LinearCrossEntropy(chunk_tokens=chunk)
+    whole = allocated(lambda: found(loss_fn, inputs, batch, tokens))
+    monkeypatch.setattr("solotune.losses.linear_cross_entropy._SLAB_ON_CPU", 100 * width)
+    pieces = allocated(lambda: found(loss_fn, inputs, batch, tokens))
+    head = inputs[1].numel()
+    # fp32 sum and bf16 result at the end; before, beside the sum one piece in bf16 and fp32.
+    one_chunk = chunk * vocab * (2 + 4) + 2 * inputs[0].nbytes
+    assert pieces.peak <= head * (4 + 2) + one_chunk + 2**16 < whole.peak
+    for ours, theirs in zip(pieces.result, whole.result, strict=True):
+        assert relative_l2(ours, theirs) < 1e-3
 
 
 def test_without_gradients_the_weights_gradient_is_not_made() -> None:

@@ -1,5 +1,6 @@
 """torch.profiler over a few steps, by a key of the config."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 from solotune.config.fitting import Minimum
+
+# torch 2.13 prints a line of its own at each start and end; read when profiling first begins.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 _ROWS = 20  # operators of the table
 
