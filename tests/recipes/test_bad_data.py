@@ -3,6 +3,8 @@
 import gzip
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,6 +196,19 @@ def test_a_recipe_names_file_row_and_repair(
     keys = basics(models["untied"], tmp_path / source, output_dir=tmp_path / "run")
     sentence = said(recipe, *keys, *words)
     assert re.search(wanted, sentence), sentence
+
+
+@pytest.mark.parametrize("recipe", TRAINING, ids=lambda recipe: recipe.stem)
+@pytest.mark.parametrize("words", [[], ["output_dir=out/a/b"]])
+def test_a_run_that_cannot_start_leaves_no_folder(
+    recipe: Path, words: list[str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    keys = [*basics(models["untied"], tmp_path / "none.jsonl"), *words]
+    command = [sys.executable, "-m", "solotune", "run", str(recipe), *keys]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "no such file" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 GENERATE = next(recipe for recipe in RECIPES if recipe.stem == "generate")

@@ -1,5 +1,6 @@
 """What a run writes beside its weights: config.yaml, run.json, metrics.jsonl, and the terminal."""
 
+import atexit
 import json
 import math
 import platform
@@ -8,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,11 @@ def pick_output_dir(
     else:
         name = Path(config).with_suffix("").as_posix().replace("/", "-") if config else "run"
         folder = Path("runs") / f"{name.strip('-.')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    new = [path.absolute() for path in folder.parents if not path.exists()]
+    is_new = not folder.exists()
     try:
         if output_dir is None and not resume:
-            folder = _make_unused(folder)
+            folder, is_new = _make_unused(folder), True
         elif folder.is_dir() and any(folder.iterdir()) and not (resume or overwrite):
             raise ConfigError(
                 f"output_dir={folder} is not empty: name another, resume with "
@@ -63,7 +66,15 @@ def pick_output_dir(
         raise ConfigError(
             f"output_dir={folder} cannot be written ({error.strerror}): name another folder"
         ) from None
+    atexit.register(_remove_empty, [folder.absolute(), *new] if is_new else [])
     return folder
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove the folders of a run that wrote nothing, from the inside out."""
+    with suppress(OSError):  # the first one that holds something ends it
+        for folder in folders:
+            folder.rmdir()
 
 
 def _make_unused(folder: Path) -> Path:
