@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def conditions(device: str, *packages: str) -> str:

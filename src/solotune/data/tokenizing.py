@@ -6,7 +6,8 @@ N samples of a chunk, T tokens of all of them.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import chain, compress
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from solotune.data.chat import History, Span, TrainOn, chat_samples
 from solotune.data.files import Row
 from solotune.data.formats import Format, Layout, find_layout
 from solotune.data.messages import Conversation
-from solotune.data.samples import SHOWN_FAULTS, Report, row_hash
+from solotune.data.samples import SHOWN_FAULTS, Report, count_targets, row_hash
 from solotune.errors import DataError
 from solotune.tokenizers import Rendering, Tokenizer
 
 OnBadRow = Literal["stop", "skip"]
+_written = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,7 @@ class Tokenized:
     layout: Layout | None
 
 
-@dataclass(frozen=True)
-class _Draft:
+class _Draft(NamedTuple):
     """A sample before encoding."""
 
     rendering: Rendering
@@ -115,7 +116,7 @@ def _drafts(
         report.reasoning_lost += sum(sample.lost_reasoning for sample in samples)
         report.turns_without_terminator += sum(sample.ends_open for sample in samples)
         # of the messages, not of the rendering: a template may write the date of today
-        content_hash = row_hash(json.dumps(content.messages, sort_keys=True, default=str))
+        content_hash = row_hash(_written(content.messages))
         drafts = [
             _Draft(
                 sample.rendering,
@@ -163,8 +164,8 @@ def _encode(
 ) -> Tokenized:
     """Encode, add BOS and EOS, cut at max_seq_len, leave out samples without a target."""
     zero, one = np.zeros(1, np.uint8), np.ones(1, np.uint8)
-    all_ids: list[np.ndarray] = []
-    all_trained: list[np.ndarray] = []
+    all_ids: list[list[int]] = []
+    all_trained: list[np.ndarray] = [zero[:0]]
     hashes: list[int] = []
     encodings = tokenizer.encode_renderings([draft.rendering for draft in drafts])
     for draft, encoded in zip(drafts, encodings, strict=True):
@@ -176,17 +177,23 @@ def _encode(
         if rules.cut and len(ids) > tokenizer.max_seq_len:
             report.rows_cut += 1
             ids, trained = ids[: tokenizer.max_seq_len], trained[: tokenizer.max_seq_len]
-        if trained[1:].any():
-            all_ids.append(np.array(ids, np.int32))
+        if ids:
+            all_ids.append(ids)
             all_trained.append(trained)
             hashes.append(draft.row)
-        else:
-            report.rows_skipped += 1
+    lengths_N = np.array([len(ids) for ids in all_ids], np.int64)
+    trained_T = np.concatenate(all_trained)
+    is_kept = count_targets(trained_T, np.cumsum(lengths_N) - lengths_N) > 0
+    report.rows_skipped += len(drafts) - int(is_kept.sum())
+    if not is_kept.all():
+        trained_T = trained_T[np.repeat(is_kept, lengths_N)]
+        lengths_N = lengths_N[is_kept]
+        all_ids = list(compress(all_ids, is_kept))
     return Tokenized(
-        tokens_T=np.concatenate([np.zeros(0, np.int32), *all_ids]),
-        trained_T=np.concatenate([np.zeros(0, np.uint8), *all_trained]),
-        lengths_N=np.array([len(ids) for ids in all_ids], np.int64),
-        rows_N=np.array(hashes, np.uint64),
+        tokens_T=np.fromiter(chain.from_iterable(all_ids), np.int32, len(trained_T)),
+        trained_T=trained_T,
+        lengths_N=lengths_N,
+        rows_N=np.array(hashes, np.uint64)[is_kept],
         report=report,
         layout=layout,
     )
