@@ -225,10 +225,6 @@ def break_the_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": [1, 2')
 
 
-def only_bin(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -249,7 +245,6 @@ def no_weights(folder: Path) -> None:
         (misplace_in_index, r"00001-of-00002\.safetensors lacks model\.norm\.weight"),
         (leave_the_folder, r"\.\./model-00002-of-00002\.safetensors', which leaves its folder"),
         (break_the_index, r"index\.json is not a readable index"),
-        (only_bin, r"\.bin files, .*save_pretrained"),
         (no_weights, r"neither model\.safetensors nor model\.safetensors\.index\.json"),
     ],
 )

@@ -4,10 +4,9 @@ Each tensor is read into the parameter's own new memory; one that has another dt
 to a device, passes through the host alone. Peak: the model and one tensor.
 """
 
-import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,15 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from solotune.checkpoint.safetensors_file import StoredTensor, read_header
+from solotune.checkpoint.safetensors_file import StoredTensor
+from solotune.checkpoint.stored import OUTPUT_KEY, stored_weights, text_tower
 from solotune.errors import CheckpointError
 from solotune.models.auto import check_same_model
 from solotune.models.decoder import Decoder
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-OUTPUT_KEY = "lm_head.weight"
-# Old checkpoints carry the rotary frequencies, which follow from config.json.
-IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 COMPARED_ROWS = 4096
 
 
@@ -37,29 +34,47 @@ class LoadReport:
     dtype_loaded: dict[str, int]
     num_parameters: int
     seconds: float
+    left_out: dict[str, int]  # parameters that are no part of the text tower, by their first name
+    num_new_rows: int = 0  # of the embedding
 
     def lines(self) -> list[str]:
         """Return the facts to print at start."""
-        return [
+        lines = [
             f"weights: {self.num_parameters:,} parameters from {self.folder} "
             f"to {self.device} in {self.seconds:.1f} s",
             f"on disk: {_counts(self.dtype_on_disk)}; loaded as: {_counts(self.dtype_loaded)}",
         ]
+        if self.left_out:
+            lines.append(
+                f"left out: {_counts(self.left_out)}: only the text tower is trained and saved"
+            )
+        if self.num_new_rows:
+            lines.append(
+                f"added tokens: {self.num_new_rows} rows of the embedding begin as the mean of the "
+                "others"
+            )
+        return lines
 
 
-def load_weights(model: Decoder, folder: Path, *, device: torch.device | str) -> LoadReport:
+def load_weights(
+    model: Decoder, folder: Path, *, device: torch.device | str, fill_new_rows: bool = True
+) -> LoadReport:
     """Replace every meta parameter of `model` by one on `device`, filled from `folder`.
 
     The parameter objects and their dtypes stay. Raises CheckpointError, before anything is
     allocated, where names or shapes on disk do not fit the model or a file is damaged.
+    `fill_new_rows`: the model's `new_rows` become the mean of the rows before them; a folder that
+    a run of this model saved has them already.
     """
     start = time.perf_counter()
     check_same_model(model, folder)
-    stored = stored_weights(folder)
+    stored, left_out = text_tower(stored_weights(folder))
     # A tied checkpoint may hold the output weight all the same, if it is the embedding.
     extra_output = stored.pop(OUTPUT_KEY, None) if model.tied else None
     wanted = {model.to_hf_key(name): tensor for name, tensor in model.named_parameters()}
-    _check_fit(folder, stored, wanted)
+    new_rows = model.new_rows if fill_new_rows else ()
+    growing = {model.to_hf_key("embed_tokens.weight"), OUTPUT_KEY} if new_rows else set()
+    _check_fit(folder, stored, wanted, growing=growing, new_rows=new_rows)
 
     # One buffer for all that cannot be read in place: allocated and freed one by one, they would
     # leave holes between the parameters (tried with fp32 on disk: 1.7 times the model).
@@ -73,10 +88,11 @@ def load_weights(model: Decoder, folder: Path, *, device: torch.device | str) ->
     for key, parameter in wanted.items():
         assert parameter.is_meta, f"{key} has weights already"
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        part = tensor[: stored[key].shape[0]]  # all of it, unless rows are new
         if _is_direct(stored[key], parameter.dtype, device):
-            stored[key].read_into(tensor)
+            stored[key].read_into(part)
         else:
-            staging.copy(stored[key], tensor)
+            staging.copy(stored[key], part)
         replacement = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         # Keeps the parameter's identity for whoever holds it already.
         torch.utils.swap_tensors(parameter, replacement)
@@ -86,7 +102,12 @@ def load_weights(model: Decoder, folder: Path, *, device: torch.device | str) ->
     staging.close()
 
     if extra_output is not None:
-        _check_equal(extra_output, model.output_weight)
+        rows = extra_output.shape[0] if new_rows else None
+        _check_equal(extra_output, model.output_weight[:rows])
+    if new_rows:
+        _fill_with_mean(model.embed_tokens.weight, new_rows)
+        if not model.tied:
+            _fill_with_mean(model.output_weight, new_rows)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise RuntimeError(f"{name} has no weights in a checkpoint and is still on meta")
@@ -97,6 +118,8 @@ def load_weights(model: Decoder, folder: Path, *, device: torch.device | str) ->
         dtype_loaded=dict(loaded),
         num_parameters=sum(loaded.values()),
         seconds=time.perf_counter() - start,
+        left_out=left_out,
+        num_new_rows=len(new_rows),
     )
 
 
@@ -139,53 +162,15 @@ class _Staging:
         self._buffers.clear()
 
 
-def stored_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Return a folder's weights by name: of model.safetensors, or of the shards in its index."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        tensors = read_header(single)
-    elif index.is_file():
-        tensors = _sharded_weights(index)
-    elif any(folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} holds its weights in .bin files, which are not read: convert it once with "
-            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    else:
-        raise CheckpointError(
-            f"{folder} holds neither model.safetensors nor model.safetensors.index.json: "
-            "name a Hugging Face model folder"
-        )
-    return {name: t for name, t in tensors.items() if not name.endswith(IGNORED_SUFFIX)}
-
-
-def _sharded_weights(index: Path) -> dict[str, StoredTensor]:
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shard_names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is not a readable index of shards: download or copy it again"
-        ) from error
-    tensors: dict[str, StoredTensor] = {}
-    for shard in shard_names:
-        # A name, not a path. Links are followed: download caches consist of them.
-        if not isinstance(shard, str) or "/" in shard or "\\" in shard or shard in ("", ".", ".."):
-            raise CheckpointError(f"{index} names the shard {shard!r}, which leaves its folder")
-        for name, tensor in read_header(index.parent / shard).items():
-            if name in tensors:
-                raise CheckpointError(f"{name} is in both {tensors[name].path} and {tensor.path}")
-            tensors[name] = tensor
-    for name, shard in weight_map.items():
-        if name not in tensors or tensors[name].path.name != shard:
-            raise CheckpointError(
-                f"{index.parent / shard} lacks {name}, which the index puts there: "
-                "download or copy it again"
-            )
-    return tensors
-
-
-def _check_fit(folder: Path, stored: dict[str, StoredTensor], wanted: Mapping[str, Tensor]) -> None:
+def _check_fit(
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    wanted: Mapping[str, Tensor],
+    *,
+    growing: Set[str],
+    new_rows: Sequence[int],
+) -> None:
+    """Raise where names, shapes or dtypes do not fit; `growing` may lack rows of `new_rows`."""
     if missing := [key for key in wanted if key not in stored]:
         repair = "the weights are incomplete or belong to another config.json"
         if missing == [OUTPUT_KEY]:
@@ -200,8 +185,11 @@ def _check_fit(folder: Path, stored: dict[str, StoredTensor], wanted: Mapping[st
             "config.json does not have: the two do not belong together"
         )
     for key, parameter in wanted.items():
-        entry = stored[key]
-        if entry.shape != parameter.shape:
+        entry, shape = stored[key], tuple(parameter.shape)
+        if key in growing and entry.shape[1:] == shape[1:]:
+            lacking = range(entry.shape[0], shape[0])
+            shape = entry.shape if set(lacking) <= set(new_rows) else shape
+        if entry.shape != shape:
             raise CheckpointError(
                 f"{entry.path}: {key} has the shape {list(entry.shape)} where config.json asks for "
                 f"{list(parameter.shape)}: the two do not belong together"
@@ -211,6 +199,16 @@ def _check_fit(folder: Path, stored: dict[str, StoredTensor], wanted: Mapping[st
                 f"{entry.path}: {key} is stored as {_name(entry.dtype)}, a quantised checkpoint: "
                 "use the unquantised one"
             )
+
+
+@torch.no_grad()
+def _fill_with_mean(weight_VD: Tensor, new_rows: Sequence[int]) -> None:
+    """Set `new_rows` to the mean of the rows before them, summed in fp32."""
+    before_RD = weight_VD[: new_rows[0]]
+    sum_D = torch.zeros(weight_VD.size(1), dtype=torch.float32, device=weight_VD.device)
+    for rows_RD in before_RD.split(COMPARED_ROWS):
+        sum_D += rows_RD.float().sum(0)
+    weight_VD[list(new_rows)] = (sum_D / len(before_RD)).to(weight_VD.dtype)
 
 
 def _is_direct(entry: StoredTensor, dtype: torch.dtype, device: torch.device | str) -> bool:
