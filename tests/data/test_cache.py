@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,12 +104,13 @@ def test_a_changed_template_or_tokenizer_never_meets_an_old_entry(
     other.write_text(chatml)
     load(tokenizers.auto(folder))
     assert origin(load(tokenizers.auto(folder))) == "read"
-    for change in (
+    changes: list[dict[str, Any]] = [
         {"max_seq_len": 60},
         {"chat_template": str(other)},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"chat_template_kwargs": {"enable_thinking": True}},
-    ):
+    ]
+    for change in changes:
         assert origin(load(tokenizers.auto(folder, **change))) == "written"
         assert origin(load(tokenizers.auto(folder, **change))) == "read"
     other.write_text(chatml.replace("\\n", " \\n", 1))

@@ -103,7 +103,9 @@ def collate(
     for b, segments in enumerate(rows):
         start = 0
         for m, segment in enumerate(segments):
-            tokens, trained, following = Segment(*segment)
+            if not isinstance(segment, Segment):
+                segment = Segment(segment[0], segment[1])
+            tokens, trained, following = segment
             end = start + len(tokens)
             tokens_BS[b, start:end] = tokens
             labels_BS[b, start : end - 1] = np.where(trained[1:], tokens[1:], IGNORED)

@@ -181,7 +181,8 @@ class Single:
             moved = self.num_batches - self._last_stays
             order[:moved] = random.permutation(moved)
         order = _costliest_first(order, rows_C * longest_C, longest_C, targets_C)
-        rows = [np.arange(self._bounds[c], self._bounds[c + 1]) for c in order]
+        bounds = self._bounds.tolist()
+        rows = [np.arange(bounds[c], bounds[c + 1]) for c in order.tolist()]
         members_N = members_N[np.concatenate(rows)]
         return EpochRows(
             members_N=members_N,

@@ -51,7 +51,8 @@ class Report:
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Report":
         """The report that `to_json` gave. Raises TypeError or KeyError for anything else."""
-        return cls(**stored | {"columns_not_used": set(stored["columns_not_used"])})
+        values: dict[str, Any] = {**stored, "columns_not_used": set(stored["columns_not_used"])}
+        return cls(**values)
 
 
 @dataclass(frozen=True)
