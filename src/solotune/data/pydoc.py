@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import re
+import sys
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -44,6 +46,7 @@ _PHRASINGS = (
     "In Python, what does the {kind} `{name}` do?",
     "I found `{name}` in a program. What does it do?",
 )
+_REPLACED = ("inspect.getfile",)  # by torch, once it is imported
 _VALIDATION_SHARE = 0.05
 _SHORTEST = 20  # characters of an answer
 _LONGEST = 1200
@@ -60,7 +63,7 @@ def pydoc_dataset(
     """Questions about the functions, classes and methods of Python's standard library.
 
     `split`: train | validation | all; one row in twenty, by the hash of its answer, is for
-    validation. The rows and their order depend on the Python version and platform alone.
+    validation. The rows and their order depend on the Python version, build and platform alone.
     """
     return build_samples(
         tokenizer,
@@ -75,7 +78,10 @@ def pydoc_dataset(
 def _rows(split: Split) -> Iterator[Row]:
     """The rows of a split, in an order that mixes the modules."""
     answers: dict[str, tuple[str, str]] = {}
-    for name, kind, thing in _things():
+    with warnings.catch_warnings():  # of names that a later Python removes
+        warnings.simplefilter("ignore", DeprecationWarning)
+        things = list(_things())
+    for name, kind, thing in things:
         answer = _answer(thing)
         if answer is not None and answer not in answers:  # inherited docstrings come once
             phrasing = _PHRASINGS[row_hash("phrasing", name) % len(_PHRASINGS)]
@@ -101,11 +107,14 @@ def _things() -> Iterator[tuple[str, str, Any]]:
                 continue
             seen.add(id(thing))
             full_name = name if module_name == "builtins" else f"{module_name}.{name}"
+            if full_name in _REPLACED or not _is_of_the_library(thing):
+                continue
             yield full_name, "class" if inspect.isclass(thing) else "function", thing
             if inspect.isclass(thing):
                 for method_name, method in sorted(vars(thing).items()):
                     method = getattr(method, "__func__", method)
-                    if not method_name.startswith("_") and inspect.isroutine(method):
+                    is_public = not method_name.startswith("_") and inspect.isroutine(method)
+                    if is_public and _is_of_the_library(method):
                         yield f"{full_name}.{method_name}", "method", method
 
 
@@ -125,6 +134,12 @@ def _is_public(module: ModuleType, name: str) -> bool:
     return not name.startswith("_") and hasattr(
         module, name
     )  # __all__ also names submodules not imported yet
+
+
+def _is_of_the_library(thing: Any) -> bool:
+    """False for what other packages put into its modules and classes when they are imported."""
+    module = getattr(thing, "__module__", None)  # methods written in C have none
+    return not isinstance(module, str) or module.partition(".")[0] in sys.stdlib_module_names
 
 
 def _answer(thing: Any) -> str | None:
