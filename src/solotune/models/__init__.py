@@ -47,6 +47,7 @@ from solotune.models.olmo3 import olmo3_32b as olmo3_32b
 from solotune.models.phi3 import phi3_medium_4k as phi3_medium_4k
 from solotune.models.phi3 import phi3_mini_4k as phi3_mini_4k
 from solotune.models.phi3 import phi4 as phi4
+from solotune.models.phi3 import phi4_mini as phi4_mini
 from solotune.models.qwen2 import qwen2_5_0_5b as qwen2_5_0_5b
 from solotune.models.qwen2 import qwen2_5_1_5b as qwen2_5_1_5b
 from solotune.models.qwen2 import qwen2_5_3b as qwen2_5_3b

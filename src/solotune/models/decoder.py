@@ -95,6 +95,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding_scale = embedding_scale
         self.logit_soft_cap = logit_soft_cap
+        self.new_rows: tuple[int, ...] = ()  # of the embedding; no checkpoint has them yet
         self._cache_shape = (cache_heads, head_dim)
 
     @property
@@ -113,6 +114,25 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
+
+    def add_tokens(self, new_ids: Sequence[int], *, rows: int = 0) -> None:
+        """Make room for new tokens, on meta: the embedding has at least `rows` rows.
+
+        `new_ids` may have rows already, of padding. The rows of new tokens are filled from the
+        others where weights are loaded.
+        """
+        old = len(self.embed_tokens.weight)
+        self.new_rows = tuple(sorted({*new_ids, *range(old, rows)}))
+        if rows <= old:
+            return
+        for layer in (self.embed_tokens, self.lm_head):
+            if layer is not None:
+                weight = layer.weight
+                layer.weight = nn.Parameter(
+                    weight.new_empty(rows, weight.size(1)), requires_grad=weight.requires_grad
+                )
+        self.embed_tokens.num_embeddings = rows
+        self.config = self.config | {"vocab_size": rows}
 
     def to_hf_key(self, name: str) -> str:
         """Return the name that the parameter `name` has in a Hugging Face folder."""

@@ -60,7 +60,7 @@ def phi3(config: dict[str, Any]) -> Decoder:
     return build_decoder(config, settings(config))
 
 
-# --- published sizes, without the long versions' own factors ------------------------------------
+# --- published sizes --------------------------------------------------------------------------
 
 
 def _published(
@@ -74,6 +74,7 @@ def _published(
     theta: float = 10000.0,
     window: int | None = None,
     context: int = 4096,
+    **more: Any,
 ) -> Decoder:
     return phi3(
         {
@@ -92,6 +93,7 @@ def _published(
             "original_max_position_embeddings": context,
             "tie_word_embeddings": False,
             "hidden_act": "silu",
+            **more,
         }
     )
 
@@ -106,3 +108,26 @@ def phi3_medium_4k() -> Decoder:
 
 def phi4() -> Decoder:
     return _published(40, 5120, 17920, 40, 10, vocab=100352, theta=250000.0, context=16384)
+
+
+_PHI4_MINI_LONG_FACTOR = [
+    1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
+    2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
+    5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158,
+    11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105,
+    25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71,
+    32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]  # fmt: skip
+
+
+def phi4_mini() -> Decoder:
+    return _published(
+        32, 3072, 8192, 24, 8, vocab=200064, window=262144, context=131072,
+        original_max_position_embeddings=4096, partial_rotary_factor=0.75,
+        tie_word_embeddings=True,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0] * 48,
+            "long_factor": _PHI4_MINI_LONG_FACTOR,
+        },
+    )  # fmt: skip
