@@ -350,7 +350,7 @@ def test_tools_of_a_row_reach_the_template(generate, models, tmp_path) -> None:
         ({"prompt": "a", "seed": -1}, r"seed=-1: use 0 or more"),
         ({"prompt": "a", "system": "b", "chat": False}, r"system has no place .*: set chat=True"),
         ({"prompt": "", "chat": False}, r"prompt: an empty text gives the model nothing to go on"),
-        ({"prompts_file": "none.txt"}, r"prompts_file=none\.txt cannot be read: No such file"),
+        ({"prompts_file": "none.txt"}, r"prompts_file=none\.txt: no such file; give the path"),
         ({"prompts_file": "none.jsonl"}, r"prompts_file=none\.jsonl: no such file"),
         ({"prompt": "a", "output_file": "none/a.jsonl"}, r"none/a\.jsonl: no such file or folder"),
         ({"prompt": "a", "checkpoint_dir": "none"}, r"checkpoint_dir=none does not exist: name a"),
@@ -367,8 +367,8 @@ def test_a_wrong_key_is_named_with_its_repair(fault, keys, wanted) -> None:
     [
         ("", r"prompts_file=.*prompts\.jsonl holds no prompt"),
         ("{oops", r"prompts\.jsonl, line 1: not JSON"),
-        ({"question": "a"}, r"line 1: wanted prompt \(text\) or messages, found \['question'\]"),
-        ({"prompt": 5}, r"line 1: wanted prompt \(text\) or messages, found \['prompt'\]"),
+        ({"Frage": "a"}, r"line 1: wanted one of messages, .*, prompt, .*; found \['Frage'\]"),
+        ({"prompt": 5}, r"line 1: column prompt holds the number 5, wanted text"),
         ({"messages": [{"role": "robot", "content": "a"}]}, r"line 1: .*role 'robot'"),
         (
             {"messages": [{"role": "assistant", "content": "a"}]},

@@ -198,7 +198,7 @@ def _detect(found: set[str], columns: Mapping[str, Any], place: str, answered: b
                 "question with its context set dataset.column_map.instruction, .input and .output, "
                 "for the question alone dataset.format=prompt"
             )
-    if chosen == "prompt" and isinstance(columns.get("label"), bool):
+    if chosen == "prompt" and answered and isinstance(columns.get("label"), bool):
         raise DataError(
             f"{place}: label says which answers are good, and fine-tuning would learn the bad ones "
             "too: leave them out of the file, or set dataset.format=prompt"

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from solotune.data.files import Row
+from solotune.data.files import Row, file_rows
 from solotune.data.formats import FORMATS, Layout, find_layout
 from solotune.data.messages import Conversation
-from solotune.data.sources import read_rows
+from solotune.data.opening import data_suffix, text_lines
+from solotune.data.sources import data_files
 from solotune.errors import DataError
 from solotune.tokenizers import Message
 
@@ -26,43 +27,36 @@ class Prompt:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Return one prompt a line of a .txt file, or a row of a file that training could read.
+    """Return one prompt a line of .txt files, or a row of files that training could read.
 
-    Rows have the columns of training rows; an answer, or a last assistant turn among the messages,
-    is what is asked for, and left out. Empty lines of a .txt file are passed over. Raises DataError
-    that names file and row.
+    `path` is a file, folder or glob. Rows have the columns of training rows; an answer, or a last
+    assistant turn among the messages, is what is asked for, and left out. Empty lines of a .txt
+    file are passed over. Raises DataError that names file and row.
     """
-    path = Path(path).expanduser()
-    read = _text_prompts if path.suffix == ".txt" else _row_prompts
-    prompts = list(read(path))
+    prompts = []
+    for file in data_files(path, key="prompts_file"):
+        prompts += _lines_of(file) if data_suffix(file) == ".txt" else _rows_of(file)
     if not prompts:
         raise DataError(f"prompts_file={path} holds no prompt")
     return prompts
 
 
-def _text_prompts(path: Path) -> Iterator[Prompt]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"prompts_file={path} is not UTF-8 at byte {error.start}: save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise DataError(f"prompts_file={path} cannot be read: {error.strerror}") from None
-    for number, line in enumerate(text.split("\n"), start=1):
+def _lines_of(path: Path) -> Iterator[Prompt]:
+    for number, line in text_lines(path):
         if line.strip():
-            yield Prompt(line, place=f"{path}, line {number}")
+            yield Prompt(line.rstrip("\r\n"), place=f"{path}, line {number}")
 
 
-def _row_prompts(path: Path) -> Iterator[Prompt]:
-    for row in read_rows(path, key="prompts_file"):
+def _rows_of(path: Path) -> Iterator[Prompt]:
+    for row in file_rows(path):
         if row.fault:
             raise DataError(f"{row.place}: {row.fault}")
         layout = _layout_of(row)  # its own: a file of prompts may mix formats
         try:
             yield _prompt_of(row, layout)
         except DataError as error:
-            raise DataError(f"{row.place}: {error}") from None
+            said = str(error).partition(": name the ")[0]  # by keys of training, follows
+            raise DataError(f"{row.place}: {said}") from None
 
 
 def _layout_of(row: Row) -> Layout:
