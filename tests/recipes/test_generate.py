@@ -327,7 +327,9 @@ def test_rows_hold_a_prompt_or_messages_and_answers_go_to_a_file(
 
 def test_tools_of_a_row_reach_the_template(generate, models, tmp_path) -> None:
     model = shutil.copytree(models["untied"], tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{{ tools[0].name }}|{{ messages[0].content }}")
+    (model / "chat_template.jinja").write_text(
+        "{{ tools[0].function.name }}|{{ messages[0].content }}"
+    )
     row = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "add"}]}
     path = text_file(tmp_path / "prompts.jsonl", json.dumps(row))
     assert generate(model, prompts_file=path, max_new_tokens=1).prompts == [list(b"add|hi")]
