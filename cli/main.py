@@ -14,6 +14,7 @@ VERBS = {
     "cat": "print a recipe or a config",
     "cp": "copy a recipe or a config, to change it",
     "download": "fetch a model from the Hugging Face Hub",
+    "convert-config": "write a config of torchtune as one of solotune",
     "diff": "show what a copy changes of its original",
     "completion": "make a shell complete recipes, configs and keys",
     "inspect": "show what a run is fed with, and what it trains",
@@ -53,5 +54,5 @@ def _dispatch(words: list[str]) -> int:
         guess = suggest(words[0], VERBS) or f": the verbs are {', '.join(VERBS)}"
         raise UsageError(f"tune has no verb {words[0]}{guess}")
     # only the verb's own module, so that `tune ls` never pays for what `tune run` needs
-    verb = importlib.import_module(f"solotune.cli.{words[0]}")
+    verb = importlib.import_module(f"solotune.cli.{words[0].replace('-', '_')}")
     return verb.main(words[1:])

@@ -184,7 +184,7 @@ def test_a_required_key_without_a_value_is_named(recipe: Path):
         ("loss.num_output_chunks=8", "loss.chunk_tokens"),
         ("fsdp_cpu_offload=True", "one device"),
         ("log_peak_memory_stats=True", "always logged"),
-        ("dataset=torchtune.datasets.alpaca_dataset", "source=<file>$"),
+        ("dataset=torchtune.datasets.alpaca_dataset", "source=tatsu-lab/alpaca$"),
         ("lora_rank=8", r"the key is adapter\.rank \(in a later version\)"),
         ("optimizer=torchtune.models.llama3.llama3_8b", "solotune.models.auto"),
     ],
@@ -198,16 +198,21 @@ def test_no_torchtune_key_leads_to_one_that_is_refused():
     recipe = find_recipe("full_finetune_single_device")
     source, schema = recipe.read_text(), read_schema(recipe)
     refused = re.search(r"for key in \(([^)]*)\):\n        if getattr", source)
-    for name, repair in torchtune._KEYS.items():
-        for key in re.findall(r"the key is (\S+)|([a-z_.]*)_dir", repair):
-            key, _, part = key[0].partition(".")
-            if not key or "(in a later version)" in repair:
-                continue
-            assert key in schema, name
-            assert refused is None or f'"{key}"' not in refused.group(1), name
-            if part:
-                target = Component(DEFAULT_PATHS[key], key=key).target
-                assert part in inspect.signature(target).parameters, name
+    for name, here in torchtune.KEYS.items():
+        if here.name is None or here.is_later:
+            continue
+        key, _, part = here.name.partition(".")
+        assert key in schema, name
+        assert refused is None or f'"{key}"' not in refused.group(1), name
+        if part:
+            target = Component(DEFAULT_PATHS[key], key=key).target
+            assert part.partition(".")[0] in inspect.signature(target).parameters, name
+
+
+def test_no_torchtune_component_leads_to_one_that_is_not_there():
+    for here in torchtune.COMPONENTS.values():
+        if here.name is not None:
+            assert callable(Component(here.name).target)
 
 
 @pytest.mark.parametrize(
