@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from solotune.checkpoint import Checkpointer, environment_changes
 from solotune.errors import CheckpointError
 from solotune.models.decoder import Decoder
+from solotune.optim import AdamWKahan, LionKahan
 from solotune.tokenizers import auto as auto_tokenizer
 
 from .conftest import build
@@ -47,6 +48,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "AdamWKahan": lambda p: AdamWKahan(p, lr=1e-2),
+    "AdamWKahan int8": lambda p: AdamWKahan(p, lr=1e-2, residual="int8", state_dtype="int8"),
+    "LionKahan rounded": lambda p: LionKahan(p, lr=1e-2, residual="none", state_dtype="bf16"),
     "bitsandbytes AdamW8bit": bitsandbytes_optimizer("AdamW8bit"),
     "bitsandbytes PagedAdamW8bit": bitsandbytes_optimizer("PagedAdamW8bit"),
     "bitsandbytes Lion8bit": bitsandbytes_optimizer("Lion8bit"),

@@ -1,0 +1,59 @@
+"""Lion for bf16 weights: one moment, and what an update loses to rounding is kept.
+
+Bytes a bf16 parameter, beside weight and gradient: `residual` int16 2, int8 1, none 0;
+`state_dtype` fp32 4, bf16 2, int8 1.
+
+Source: Lion (2302.06675).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from solotune.errors import ConfigError
+from solotune.optim.compensated import Compensated, Residual
+from solotune.optim.moments import StateDtype
+
+
+class LionKahan(Compensated):
+    """Lion: every weight moves by `lr` in the direction of a mean of gradients.
+
+    It wants a rate of a third to a tenth of AdamW's, and a decay as much larger.
+    """
+
+    moments = {"exp_avg": True}  # noqa: RUF012 (declared by the base)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.01,
+        *,
+        residual: Residual = "int16",
+        state_dtype: StateDtype = "fp32",
+        seed: int = 0,
+    ) -> None:
+        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(
+                f"optimizer: lr={lr}, betas={tuple(betas)}, weight_decay={weight_decay}: rates are "
+                "0 or more, betas at least 0 and below 1"
+            )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, residual=residual, state_dtype=state_dtype, seed=seed)
+
+    def update_(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        moments: list[Tensor],
+        *,
+        step: int,
+        group: dict[str, Any],
+    ) -> None:
+        (exp_avg,) = moments
+        beta1, beta2 = group["betas"]
+        update = exp_avg.lerp(grad, 1 - beta1).sign_()
+        exp_avg.lerp_(grad, 1 - beta2)
+        master.add_(update.add_(master, alpha=group["weight_decay"]), alpha=-group["lr"])
