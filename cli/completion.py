@@ -61,6 +61,8 @@ FLAGS = {
     "validate": (*_RUN, "--recipe"),
     "ls": ("--json", "--help"),
     "cp": ("--force", "--help"),
+    "env": ("--json", "--help"),
+    "convert-config": ("--force", "--help"),
     "download": ("--output-dir", "--hf-token", "--revision", "--ignore-patterns", "--help"),
     "inspect data": (*_RUN, "--recipe", "--samples", "--validation", "--json", "--html"),
     "inspect model": (*_RUN, "--recipe", "--json"),

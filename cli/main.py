@@ -10,15 +10,16 @@ from solotune.errors import UsageError
 
 VERBS = {
     "run": "train, or generate: run a recipe with a config",
+    "validate": "check a config without reading any weights",
+    "inspect": "show what a run is fed with, and what it trains",
     "ls": "list the recipes and their configs",
     "cat": "print a recipe or a config",
     "cp": "copy a recipe or a config, to change it",
+    "diff": "show what a copy changes of its original",
     "download": "fetch a model from the Hugging Face Hub",
     "convert-config": "write a config of torchtune as one of solotune",
-    "diff": "show what a copy changes of its original",
+    "env": "print versions, devices and memory, for a report of a fault",
     "completion": "make a shell complete recipes, configs and keys",
-    "inspect": "show what a run is fed with, and what it trains",
-    "validate": "check a config without reading any weights",
 }
 
 USAGE = """\

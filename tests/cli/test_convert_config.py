@@ -112,7 +112,7 @@ def test_a_config_of_another_recipe_is_refused_by_its_kind(name: str):
     with pytest.raises(ConfigError) as error:
         convert(CONFIGS / name)
     word = WORDS.get(REGISTRY[name], "")
-    if "vision" in name and "lora" not in name and "generat" not in name:
+    if "vision" in name and "lora" not in name and "generation" not in name:
         word = "evaluation" if "evaluation" in name else "multimodal training"
     assert word.lower() in str(error.value).lower(), error.value
     assert "\n" not in str(error.value)
