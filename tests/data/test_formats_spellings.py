@@ -78,6 +78,26 @@ def test_an_input_or_context_follows_the_instruction() -> None:
         assert asked == "q\n\nc"
 
 
+def test_pairs_of_a_history_come_first_and_are_trained() -> None:
+    for history in ([["q1", "a1"], ["q2", "a2"]], '[["q1", "a1"], ["q2", "a2"]]'):
+        row = {"instruction": "q", "output": "a", "system": "s", "history": history}
+        conversation = parse(row)
+        texts = [message["content"] for message in conversation.messages]
+        assert texts == ["s", "q1", "a1", "q2", "a2", "q", "a"]
+        assert messages.assistant_indexes(conversation, "all") == [2, 4, 6]
+    for nothing in (None, [], "", "[]"):
+        row = {"instruction": "q", "output": "a", "history": nothing}
+        assert parse(row).messages == [USER, ASSISTANT]
+    for wrong in ("q1", ["q1", "a1"], [["q1"]], {"q": "a"}):
+        row = {"instruction": "q", "output": "a", "history": wrong}
+        assert refusal(row) == "column history is not a list of [question, answer] pairs"
+
+
+def test_complete_messages_beside_preferences_are_read() -> None:
+    row = {"messages": [USER, ASSISTANT], "chosen": [ASSISTANT], "rejected": [ASSISTANT]}
+    assert find_layout(row, "").not_used(row) == {"chosen", "rejected"}
+
+
 def test_tools_may_be_bare_functions_or_json_text() -> None:
     function = {"name": "f", "parameters": {}}
     wanted = [{"type": "function", "function": function}]
@@ -126,6 +146,16 @@ def test_names_that_exist_are_taken_before_others() -> None:
             {"prompt": "q", "completion": "a", "label": False},
             "label says which answers are good, and fine-tuning would learn the bad ones too: leave"
             " them out of the file, or set dataset.format=prompt",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "label": True},
+            "label says which answers are good, and fine-tuning would learn the bad ones too: leave"
+            " them out of the file, or set dataset.format=messages",
+        ),
+        (
+            {"conversations": [{"from": "human"}], "chosen": {}, "rejected": {}},
+            "chosen and rejected are two answers to conversations, for preference training; to "
+            "learn the chosen one append it to conversations",
         ),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b"},

@@ -1,52 +1,30 @@
-"""Which column of a row is what: the known formats, other names of their columns, `column_map`.
+"""How the rows of a data set are read: a format, and which column of a row is what."""
 
-| format        | columns (?: may be missing)          | becomes                               |
-|---------------|--------------------------------------|---------------------------------------|
-| messages      | messages, system?, tools?            | the conversation                      |
-| conversations | conversations, system?, tools?       | the conversation                      |
-| prompt        | prompt, completion, system?, tools?  | a user and an assistant message       |
-| instruction   | instruction, output, input?, system? | the same; input after an empty line   |
-| text          | text                                 | text as it stands                     |
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from solotune.config.suggest import suggest
-from solotune.data.messages import Conversation, checked_text, parse_messages, parse_tools
+from solotune.data.detection import (
+    FORMATS,
+    OPTIONAL,
+    OTHER_NAMES,
+    Format,
+    detect,
+    other_names,
+    required_columns,
+)
+from solotune.data.messages import (
+    Conversation,
+    checked_text,
+    from_json,
+    parse_messages,
+    parse_tools,
+)
 from solotune.errors import ConfigError, DataError
 
-Format = Literal["messages", "conversations", "prompt", "instruction", "text"]
-
-# In the order in which they are tried; the columns that a row must have.
-FORMATS: dict[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "text": ("text",),
-}
-_OPTIONAL: dict[Format, tuple[str, ...]] = {
-    "messages": ("system", "tools"),
-    "conversations": ("system", "tools"),
-    "prompt": ("system", "tools"),
-    "instruction": ("input", "system"),
-}
 _CHATS = ("messages", "conversations")
 _MESSAGE_KEYS = ("role", "content")  # of each message, where column_map names them
-_ANSWERS = ("completion", "output")
-
-# Other names that a column is known by, taken where no two of them are in a row.
-_OTHER_NAMES = {
-    "conversations": ("conversation",),
-    "prompt": ("question", "query", "input"),
-    "completion": ("response", "answer", "output"),
-    "output": ("response", "completion", "answer"),
-    "input": ("context",),
-    "system": ("system_prompt",),
-    "tools": ("functions",),
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +54,8 @@ class Layout:
             given = self._value(columns, self.format)
             return parse_messages(given, system=system, tools=tools, keys=self.message_keys)
         answer = self._value(columns, FORMATS[self.format][1]) if answered else None
-        return _exchange(self._asked(columns), answer, system=system, tools=tools)
+        earlier = _earlier_turns(self._value(columns, "history"))
+        return _exchange(earlier, self._asked(columns), answer, system=system, tools=tools)
 
     def not_used(self, columns: Iterable[str]) -> set[str]:
         """The columns of a row that the format does not read."""
@@ -88,7 +67,7 @@ class Layout:
 
     def check_required(self, columns: Mapping[str, Any], answered: bool) -> None:
         """Raise DataError where a row lacks a column that the format must have."""
-        for column in _required(self.format, answered):
+        for column in required_columns(self.format, answered):
             if self._value(columns, column) is None:
                 (name,) = self.names[column]
                 if name in columns:
@@ -107,16 +86,35 @@ class Layout:
         return f"{question}\n\n{addition}" if addition else question
 
 
-def _exchange(asked: Any, answer: Any, *, system: str, tools: Any) -> Conversation:
-    """A question and perhaps its answer, each a text or a list of messages; the answer is trained.
+def _exchange(
+    earlier: list[Any], asked: Any, answer: Any, *, system: str, tools: Any
+) -> Conversation:
+    """A question and perhaps its answer, each a text or a list of messages, behind earlier turns.
 
     Assistant turns inside the question are context, unless they carry a `weight` of their own.
     """
     opening, closing = _as_messages(asked, "user"), _as_messages(answer, "assistant")
     opening = [
-        {"weight": 0, **message} if isinstance(message, dict) else message for message in opening
+        message | {"weight": 0}
+        if isinstance(message, dict) and message.get("weight") is None
+        else message
+        for message in opening
     ]
-    return parse_messages(opening + closing, system=system, tools=tools)
+    return parse_messages(earlier + opening + closing, system=system, tools=tools)
+
+
+def _earlier_turns(history: Any) -> list[Any]:
+    """The messages of a column of [question, answer] pairs."""
+    pairs = from_json(history) or []
+    if not isinstance(pairs, list) or any(
+        not isinstance(pair, list) or len(pair) != 2 for pair in pairs
+    ):
+        raise DataError("column history is not a list of [question, answer] pairs")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def _as_messages(value: Any, role: str) -> list[Any]:
@@ -144,15 +142,15 @@ def find_layout(
     _check_column_map(columns, column_map, format, place)
     found = {name for name in columns if name not in column_map.values()} | set(column_map)
     if format is None:
-        format = _detect(found, columns, place, answered)
+        format = detect(columns, place, found=found, answered=answered)
     names: dict[str, tuple[str, ...]] = {}
-    for column in (*FORMATS[format], *_OPTIONAL.get(format, ())):
+    for column in (*FORMATS[format], *OPTIONAL.get(format, ())):
         if column in column_map:
             names[column] = (column_map[column],)
         elif column not in FORMATS[format]:  # looked for in each row: it may come later
-            names[column] = (column, *_OTHER_NAMES.get(column, ()))
+            names[column] = (column, *OTHER_NAMES.get(column, ()))
         else:
-            others = _other_names(column, format, found)
+            others = other_names(column, format, found)
             if column not in found and len(others) > 1:
                 raise DataError(
                     f"{place}: {' and '.join(others)} may each be the {column} of format {format}: "
@@ -165,61 +163,6 @@ def find_layout(
     return layout
 
 
-def _required(format: Format, answered: bool) -> Sequence[str]:
-    return [column for column in FORMATS[format] if answered or column not in _ANSWERS]
-
-
-def _other_names(column: str, format: Format, found: Iterable[str]) -> list[str]:
-    taken = FORMATS[format]
-    return [n for n in _OTHER_NAMES.get(column, ()) if n in found and n not in taken]
-
-
-def _detect(found: set[str], columns: Mapping[str, Any], place: str, answered: bool) -> Format:
-    def those_with(is_there: Callable[[str, Format], bool]) -> list[Format]:
-        return [f for f in FORMATS if all(is_there(c, f) for c in _required(f, answered))]
-
-    complete = those_with(lambda column, _: column in found)
-    alike = those_with(lambda column, f: column in found or len(_other_names(column, f, found)) > 0)
-    chosen: Format
-    if complete and complete[0] != "text":
-        chosen = complete[0]
-    elif complete and len(alike) > 1:
-        others = " or ".join(alike)
-        raise DataError(
-            f"{place}: the columns {sorted(columns)} may be {others}: set dataset.format"
-        )
-    elif not alike:
-        raise DataError(f"{place}: {_no_format(found, columns)}")
-    else:  # an instruction goes before a prompt, which may be named `input`
-        chosen = "instruction" if "instruction" in alike else alike[0]
-        if chosen == "prompt" and answered and "context" in found:
-            raise DataError(
-                f"{place}: the column context would be left out of {sorted(columns)}: for a "
-                "question with its context set dataset.column_map.instruction, .input and .output, "
-                "for the question alone dataset.format=prompt"
-            )
-    if chosen == "prompt" and answered and isinstance(columns.get("label"), bool):
-        raise DataError(
-            f"{place}: label says which answers are good, and fine-tuning would learn the bad ones "
-            "too: leave them out of the file, or set dataset.format=prompt"
-        )
-    return chosen
-
-
-def _no_format(found: set[str], columns: Mapping[str, Any]) -> str:
-    if {"chosen", "rejected"} <= found:
-        column = "messages" if isinstance(columns.get("chosen"), list) else "completion"
-        return (
-            "chosen and rejected are two answers for preference training; to learn the chosen one "
-            f"set dataset.column_map.{column}=chosen"
-        )
-    known = "; ".join(f"{name}: {', '.join(wanted)}" for name, wanted in FORMATS.items())
-    return (
-        f"no known format has the columns {sorted(columns)} (wanted {known}): name yours "
-        "with dataset.column_map"
-    )
-
-
 def _check_column_map(
     columns: Mapping[str, Any],
     column_map: Mapping[str, str],
@@ -227,7 +170,7 @@ def _check_column_map(
     place: str,
 ) -> None:
     formats = FORMATS if format is None else (format,)
-    known = {column for each in formats for column in (*FORMATS[each], *_OPTIONAL.get(each, ()))}
+    known = {column for each in formats for column in (*FORMATS[each], *OPTIONAL.get(each, ()))}
     if known & set(_CHATS):
         known |= set(_MESSAGE_KEYS)
     for ours, theirs in column_map.items():
