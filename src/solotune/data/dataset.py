@@ -3,19 +3,19 @@
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from solotune.config.fitting import Minimum
 from solotune.data.cache import CacheEntry, CacheWriter, cache_key, default_cache_dir, file_identity
 from solotune.data.chat import History, TrainOn
 from solotune.data.files import Row
 from solotune.data.formats import Format
-from solotune.data.preview import sample_lines
 from solotune.data.samples import Batching, Report, SampleSet, SampleWriter
 from solotune.data.sources import data_files, is_hub_name, read_rows, source_name
-from solotune.data.tokenizing import OnBadRow, Rules
+from solotune.data.streaming import Stream, StreamedSamples
+from solotune.data.tokenizing import OnBadRow, Rules, Tokenized, closing_notes
 from solotune.data.workers import tokenized
-from solotune.errors import DataError
+from solotune.errors import ConfigError, DataError
 from solotune.tokenizers import Tokenizer
 
 
@@ -38,6 +38,9 @@ def dataset(
     cache_dir: str | None = "auto",
     split_across_pack: bool = False,
     max_tokens_per_batch: Annotated[int, Minimum(1)] | None = None,
+    streaming: bool = False,
+    rows_per_epoch: Annotated[int, Minimum(1)] | None = None,
+    shuffle_buffer: Annotated[int, Minimum(1)] | None = None,
 ) -> SampleSet:
     """Samples from a file, a folder, a glob or a data set of the Hub.
 
@@ -49,7 +52,9 @@ def dataset(
     processes tokenize, None: one a core, at most 8, once there are many rows; 0 or 1: this one
     alone. `cache_dir` keeps the tokens of large sets, None: nowhere; auto: in the user's folder for
     caches. `split_across_pack` cuts samples where a pack is full, `max_tokens_per_batch` makes
-    batches of unpacked rows by their size with filler. Raises DataError with file, row and reason.
+    batches of unpacked rows by their size with filler. `streaming` reads while training goes on:
+    `rows_per_epoch` rows of batches are an epoch, and `shuffle_buffer` samples (None: 10 000) are
+    shuffled and packed at a time. Raises DataError with file, row and reason.
     """
     batching = Batching(
         packed=packed,
@@ -65,6 +70,27 @@ def dataset(
         on_bad_row=on_bad_row,
         cut=not split_across_pack,
     )
+    part: dict[str, Any] = {"config": config, "split": split, "revision": revision}
+    name = source_name(source, **part)
+    if streaming:
+        return _streamed(
+            Stream(
+                tokenizer,
+                read=lambda: islice(read_rows(source, **part, streaming=True), max_rows),
+                rules=rules,
+                identity=cache_key(
+                    tokenizer, rules, data=[name, *_dated(source, split)], max_rows=max_rows
+                ),
+                source=name,
+                block_size=shuffle_buffer or 10_000,
+                num_workers=num_workers,
+            ),
+            rows_per_epoch=rows_per_epoch,
+            batching=batching,
+        )
+    for key, value in (("rows_per_epoch", rows_per_epoch), ("shuffle_buffer", shuffle_buffer)):
+        if value is not None:
+            raise ConfigError(f"dataset.{key}={value} is of streaming: set dataset.streaming=True")
     entry = None
     if cache_dir is not None and not is_hub_name(source):
         data = [file_identity(path) for path in data_files(source, split=split)]
@@ -73,8 +99,8 @@ def dataset(
         entry = CacheEntry(folder, key)
     return build_samples(
         tokenizer,
-        read_rows(source, config=config, split=split, revision=revision),
-        source=source_name(source, config=config, split=split, revision=revision),
+        read_rows(source, **part),
+        source=name,
         rules=rules,
         batching=batching,
         max_rows=max_rows,
@@ -99,34 +125,36 @@ def build_samples(
         return samples
     rules = rules or Rules()
     report = Report(source=source, format=rules.format)
-    first: list[str] = []
+    first: Tokenized | None = None  # with a sample
     with SampleWriter() if cache is None else CacheWriter(cache) as writer:
         for part in tokenized(tokenizer, islice(rows, max_rows), rules, num_workers=num_workers):
             writer.extend(part.tokens_T, part.trained_T, part.lengths_N, part.rows_N)
             report.add(part.report)
             if not first and len(part.lengths_N):
-                sample = slice(part.lengths_N[0])
-                first = sample_lines(tokenizer, part.tokens_T[sample], part.trained_T[sample])
-        if not len(writer):
+                first = part
+        if first is None:
             skipped = "".join(f"; {note}" for note in report.notes)
             raise DataError(
                 f"{source} leaves nothing to train on: {report.rows} rows, "
                 f"{report.rows_unreadable} unreadable, {report.rows_skipped} without a target (an "
                 f"assistant turn, within tokenizer.max_seq_len={tokenizer.max_seq_len}){skipped}"
             )
-        if tokenizer.template is not None and report.format != "text":
-            report.notes += _template_notes(tokenizer)
-        report.notes += ["the first sample:", *first]
+        report.notes += closing_notes(tokenizer, first)
         return writer.finish(report=report, batching=batching)
 
 
-def _template_notes(tokenizer: Tokenizer) -> list[str]:
-    template = tokenizer.require_template()
-    terminator = template.terminator or "EOS, added once, as the chat template ends none"
-    notes = [f"assistant turns end with {terminator}"]
-    if "strftime_now" in template.source and "date_string" not in template.variables:
-        notes.append(
-            "the chat template writes the date of today: set "
-            "tokenizer.chat_template_kwargs.date_string to get the same tokens tomorrow"
+def _streamed(stream: Stream, *, rows_per_epoch: int | None, batching: Batching) -> StreamedSamples:
+    if rows_per_epoch is None:
+        raise ConfigError(
+            "dataset.streaming=True reads rows of an unknown number: set dataset.rows_per_epoch to "
+            "the rows of a batch (packs of tokenizer.max_seq_len tokens) that shall be an epoch"
         )
-    return notes
+    return StreamedSamples(stream, rows_per_epoch=rows_per_epoch, batching=batching)
+
+
+def _dated(source: str, split: str | None) -> list[tuple[str, int, int]]:
+    """Path, size and date of local files: to hash them would take as long as to read them."""
+    if is_hub_name(source):
+        return []
+    stats = {path: path.stat() for path in data_files(source, split=split)}
+    return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]

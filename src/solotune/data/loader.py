@@ -145,11 +145,15 @@ def make_loader(
             f"max_seq_len={max_seq_len} is below the {longest} tokens of the longest sample of "
             f"{samples.name}"
         )
-    return Loader(
-        samples,
-        batch_size=batch_size,
-        max_seq_len=max_seq_len,
-        seed=seed,
-        shuffle=shuffle,
-        batching=batching,
-    )
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "max_seq_len": max_seq_len,
+        "seed": seed,
+        "shuffle": shuffle,
+        "batching": batching,
+    }
+    from solotune.data.streaming import StreamedSamples, StreamLoader  # which builds on Loader
+
+    if isinstance(samples, StreamedSamples):
+        return StreamLoader(samples, **options, vocab_size=vocab_size)
+    return Loader(samples, **options)

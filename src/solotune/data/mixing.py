@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from solotune.data.samples import Batching, Report, SampleSet
+from solotune.data.streaming import StreamedSamples
 from solotune.errors import ConfigError, DataError
 from solotune.tokenizers import Tokenizer
 
@@ -35,6 +36,12 @@ def mixed(
     del tokenizer  # it has made the sets
     if not datasets:
         raise ConfigError("dataset.datasets is empty: name one set or more")
+    streamed = [k for k, samples in enumerate(datasets) if isinstance(samples, StreamedSamples)]
+    if streamed:
+        raise ConfigError(
+            f"dataset.datasets.{streamed[0]} is streamed, and a mixture needs the lengths of all "
+            "rows: set its streaming to False"
+        )
     batchings = {samples.batching for samples in datasets}
     if packed is not None:
         batchings = {replace(batching, packed=packed) for batching in batchings}

@@ -42,7 +42,7 @@ class Report:
             if type(value) is int:
                 setattr(self, entry.name, value + getattr(rows, entry.name))
         self.columns_not_used |= rows.columns_not_used
-        self.notes += rows.notes[: SHOWN_FAULTS - len(self.notes)]
+        self.notes += rows.notes[: max(SHOWN_FAULTS - len(self.notes), 0)]
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON holds it."""
@@ -173,6 +173,20 @@ class SampleSet:
             content=self._content,
         )
 
+    def held_out(self, *, fraction: float, max_rows: int) -> tuple["SampleSet", "SampleSet"]:
+        """(training, validation), as `split_validation` says."""
+        rows = np.unique(self.rows_N)
+        if len(rows) < 2:
+            raise ConfigError(
+                f"val_fraction={fraction} needs two different rows, found {len(rows)}: set it to 0"
+            )
+        wanted = int(np.searchsorted(rows, np.uint64(int(fraction * 2**64))))
+        chosen = rows[: min(max(wanted, 1), max_rows, len(rows) - 1)]
+        is_validation = np.isin(self.rows_N, chosen)
+        train = self.subset(np.flatnonzero(~is_validation), name=self.name)
+        validation = self.subset(np.flatnonzero(is_validation), name="validation")
+        return train, validation.each_once()
+
     def each_once(self) -> "SampleSet":
         """The samples of which an epoch holds each one once: these."""
         return self
@@ -298,17 +312,7 @@ def split_validation(
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"val_fraction={fraction}: use a number above 0 and below 1")
-    rows = np.unique(samples.rows_N)
-    if len(rows) < 2:
-        raise ConfigError(
-            f"val_fraction={fraction} needs two different rows, found {len(rows)}: set it to 0"
-        )
-    wanted = int(np.searchsorted(rows, np.uint64(int(fraction * 2**64))))
-    chosen = rows[: min(max(wanted, 1), max_rows, len(rows) - 1)]
-    is_validation = np.isin(samples.rows_N, chosen)
-    train = samples.subset(np.flatnonzero(~is_validation), name=samples.name)
-    validation = samples.subset(np.flatnonzero(is_validation), name="validation")
-    return train, validation.each_once()
+    return samples.held_out(fraction=fraction, max_rows=max_rows)
 
 
 def chunks(items: Iterator, size: int) -> Iterator[list]:

@@ -15,6 +15,7 @@ from solotune.data.chat import History, Span, TrainOn, chat_samples
 from solotune.data.files import Row
 from solotune.data.formats import Format, Layout, find_layout
 from solotune.data.messages import Conversation
+from solotune.data.preview import sample_lines
 from solotune.data.samples import SHOWN_FAULTS, Report, count_targets, row_hash
 from solotune.errors import DataError
 from solotune.tokenizers import Rendering, Tokenizer
@@ -53,7 +54,7 @@ class Tokenized:
     lengths_N: np.ndarray  # int64
     rows_N: np.ndarray  # uint64, a hash of each sample's row
     report: Report
-    layout: Layout | None
+    layout: Layout | None = None
 
 
 class _Draft(NamedTuple):
@@ -197,3 +198,24 @@ def _encode(
         report=report,
         layout=layout,
     )
+
+
+def closing_notes(tokenizer: Tokenizer, first: Tokenized) -> list[str]:
+    """What to print of the whole set: how turns end, and its first sample as it is trained.
+
+    `first` holds a sample.
+    """
+    notes = []
+    if tokenizer.template is not None and first.report.format != "text":
+        template = tokenizer.template
+        terminator = template.terminator or "EOS, added once, as the chat template ends none"
+        notes.append(f"assistant turns end with {terminator}")
+        notes += tokenizer.notes
+        if "strftime_now" in template.source and "date_string" not in template.variables:
+            notes.append(
+                "the chat template writes the date of today: set "
+                "tokenizer.chat_template_kwargs.date_string to get the same tokens tomorrow"
+            )
+    sample = slice(first.lengths_N[0])
+    lines = sample_lines(tokenizer, first.tokens_T[sample], first.trained_T[sample])
+    return [*notes, "the first sample:", *lines]
