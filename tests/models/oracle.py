@@ -4,6 +4,7 @@ Shapes: B batch, S tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from .tiny import accumulate_gradients, segments_of
 
 def oracle(model: Decoder) -> PreTrainedModel:
     """Return transformers' model with the config and the weights of `model`."""
-    config = AutoConfig.for_model(**model.config)
+    fields: dict[str, Any] = model.config
+    config = AutoConfig.for_model(**fields)
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {model.to_hf_key(name): p.detach() for name, p in model.named_parameters()}
     weights["lm_head.weight"] = model.output_weight.detach()

@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 
 from solotune import models
 from solotune.errors import CheckpointError
-from solotune.models import auto
+from solotune.models import auto, llama
+from solotune.models.auto import FAMILIES
 
 from .tiny import CONFIG
 
@@ -203,3 +204,11 @@ def test_a_published_size_has_its_published_number_of_parameters(
     with torch.device("meta"):
         model = getattr(models, builder)()
     assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_the_docs_name_every_family_and_what_it_reads() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    for model_type, family in FAMILIES.items():
+        assert page.count(f"| `{model_type}` |") == 2, model_type
+        own = family.fields.defaults.keys() - llama.FIELDS.defaults.keys()
+        assert all(f"`{field}`" in page for field in own), model_type
