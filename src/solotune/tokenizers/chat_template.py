@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -27,15 +27,8 @@ from solotune.tokenizers.message_form import (
 from solotune.tokenizers.rendering_plan import RenderingPlan
 from solotune.tokenizers.template_environment import make_environment, notes_all
 from solotune.tokenizers.traced_text import Leaf, Path, Traced
-from solotune.tokenizers.turns import (
-    Markers,
-    Rendering,
-    Source,
-    Turn,
-    common_length,
-    kept_turn,
-    locate,
-)
+from solotune.tokenizers.turn_edges import Markers, common_length
+from solotune.tokenizers.turns import Rendering, Source, Turn, kept_turn, locate
 
 __all__ = ["CHATML", "RESERVED", "ChatTemplate", "Message", "Rendering", "Turn", "number_mark"]
 
@@ -65,6 +58,14 @@ _PROBES: tuple[list[Message], ...] = (
 def number_mark(kind: str, number: int) -> str:
     """`number` as noncharacters that open with `kind`: unique, and no text may hold them."""
     return kind + "".join(chr(0xFDD0 + int(digit, 16)) for digit in f"{number:x}") + _END
+
+
+class _TracedRun(NamedTuple):
+    """What a template wrote, the texts of the conversation, and what it asked about them."""
+
+    pieces: tuple[str, ...]
+    sources: list[Source]
+    path: Path
 
 
 class ChatTemplate:
@@ -130,13 +131,13 @@ class ChatTemplate:
                 rendering = plan.fill(texts, self.control_pattern.finditer)
                 if rendering is not None:
                     return rendering
-        pieces, sources, path = self._trace(messages, tools, add_generation_prompt)
+        traced = self._trace(messages, tools, add_generation_prompt)
         enders = self.turn_enders | ({self.terminator} if self.terminator else set())
-        rendering = self._locate(messages, tools, pieces, sources, enders)
-        if key is not None and self._notes_all and not path.closed:
+        rendering = self._locate(messages, tools, traced, enders)
+        if key is not None and self._notes_all and not traced.path.closed:
             plans = self._plans.setdefault(key, [])
             if len(plans) < _MOST_PLANS_OF_A_SHAPE and len(self._plans) <= _MOST_PLANS:
-                plans.append(RenderingPlan(pieces, sources, path, rendering))
+                plans.append(RenderingPlan(*traced, rendering))
         return rendering
 
     @cached_property
@@ -173,8 +174,8 @@ class ChatTemplate:
     def terminator(self) -> str | None:
         """The control token that the template writes after an assistant's answer, or None."""
         try:
-            pieces, sources, _ = self._trace(_PROBES[0], None, False)
-            located = self._locate(_PROBES[0], None, pieces, sources, self.turn_enders)
+            traced = self._trace(_PROBES[0], None, False)
+            located = self._locate(_PROBES[0], None, traced, self.turn_enders)
             return located.turns[-1].terminator
         except (DataError, IndexError):
             return None
@@ -209,8 +210,7 @@ class ChatTemplate:
 
     def _trace(
         self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool
-    ) -> tuple[tuple[str, ...], list[Source], Path]:
-        """The pieces of a rendering and the texts that they come from."""
+    ) -> _TracedRun:
         path, sources = Path(), []
         traced = [trace_message(one, k, sources, path) for k, one in enumerate(messages)]
         traced_tools = None if tools is None else trace(tools, -1, "other", sources, path)
@@ -222,14 +222,13 @@ class ChatTemplate:
                 f"{self.name} treats texts in a way that cannot be followed, so that the assistant "
                 "turns cannot be found: use another template"
             )
-        return pieces, sources, path
+        return _TracedRun(pieces, sources, path)
 
     def _locate(
         self,
         messages: Sequence[Message],
         tools: Any,
-        pieces: Sequence[str],
-        sources: Sequence[Source],
+        traced: _TracedRun,
         enders: frozenset[str],
     ) -> Rendering:
         markers = Markers(
@@ -238,12 +237,12 @@ class ChatTemplate:
             enders=enders,
             tail=lambda message: self._tail(messages[:message], tools),
         )
-        return locate(pieces, sources, markers=markers, last=len(messages) - 1)
+        return locate(*traced, markers=markers, last=len(messages) - 1)
 
     def _tail(self, messages: Sequence[Message], tools: Any) -> str | None:
         """What follows the last text where the next turn is asked for."""
         try:
-            pieces, _, _ = self._trace(messages, tools, True)
+            pieces = self._trace(messages, tools, True).pieces
         except DataError:
             return None
         after = takewhile(lambda piece: not (isinstance(piece, Leaf) and piece), reversed(pieces))

@@ -73,8 +73,8 @@ def find_form(render: Callable[[Sequence[Message]], str]) -> MessageForm:
 
 def find_call_form(render: Callable[[Sequence[Message]], str], form: MessageForm) -> MessageForm:
     """The form in which a template shows calls too, by trying."""
-    call = {"id": "call00001", "type": "function", "function": {"name": _NAME}}
-    call["function"] = {"name": _NAME, "arguments": {"city": _VALUE}}
+    function = {"name": _NAME, "arguments": {"city": _VALUE}}
+    call = {"id": "call00001", "type": "function", "function": function}
     asked: list[Message] = [
         {"role": "user", "content": _TEXT},
         {"role": "assistant", "content": "", "tool_calls": [call]},

@@ -4,12 +4,13 @@ Made from one traced rendering. It holds for every conversation of the same role
 texts answer the checks of that rendering's path alike: the template would take the same way.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from solotune.tokenizers.traced_text import Leaf, Path, Steps
-from solotune.tokenizers.turns import Rendering, Source, Turn
+from solotune.tokenizers.traced_text import Leaf, Path, Step, Steps
+from solotune.tokenizers.turns import Rendering, Source, Turn, lost_parts
 
 # A character of a rendering: the piece, and the distance from its start.
 Place = tuple[int, int]
@@ -17,6 +18,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Check:
+    steps: tuple[tuple[int, Step], ...]  # made before it, each of the value with that number
     value: int
     question: Callable[..., Any]
     args: tuple[Any, ...]
@@ -29,9 +31,8 @@ class RenderingPlan:
     def __init__(
         self, pieces: Sequence[str], sources: Sequence[Source], path: Path, rendering: Rendering
     ) -> None:
-        self._num_texts = len(sources)
         self._values: dict[tuple[int, Steps], int] = {(n, ()): n for n in range(len(sources))}
-        self._steps: list[tuple[int, Any]] = []  # (value that it is made of, step)
+        self._new_steps: list[tuple[int, Step]] = []
         merged: list[str] = []
         for piece in pieces:
             if isinstance(piece, Leaf):
@@ -41,23 +42,30 @@ class RenderingPlan:
             else:
                 merged.append(piece)
         self._pieces = ["" if isinstance(piece, Leaf) else piece for piece in merged]
-        self._slots = [
-            (number, self._value(piece.source, piece.steps or ()))
-            for number, piece in enumerate(merged)
-            if isinstance(piece, Leaf)
-        ]
+        # in the order of the template: a later step may be possible only after an earlier check
         self._checks = [
-            _Check(self._value(source, steps), question, args, answer)
+            self._check(source, steps, question, args, answer)
             for (source, steps, question, args), answer in path.checks.items()
         ]
-        filled = {value: merged[number] for number, value in self._slots}
-        # where a slot is empty, turns are found otherwise
-        self._checks += [_Check(value, bool, (), bool(text)) for value, text in filled.items()]
-        # what is not shown is counted by whether it holds anything
+        self._slots: list[tuple[int, int]] = []  # (piece, value)
+        for number, piece in enumerate(merged):
+            if isinstance(piece, Leaf):
+                steps = piece.steps or ()
+                # where a slot is empty, turns are found otherwise
+                self._checks.append(self._check(piece.source, steps, bool, (), bool(piece)))
+                self._slots.append((number, self._values[piece.source, steps]))
         hidden = set(range(len(sources))) - {p.source for p in merged if isinstance(p, Leaf)}
-        self._checks += [
-            _Check(number, _has_text, (), _has_text(sources[number].text)) for number in hidden
-        ]
+        for number in sorted(hidden):  # what is not shown is counted by whether it holds anything
+            has_text = _has_text(sources[number].text)
+            self._checks.append(self._check(number, (), _has_text, (), has_text))
+        # whether some of a message is lost may depend on which part of its content is shown
+        whole = {p.source for p in merged if isinstance(p, Leaf) and _only_stripped(p.steps or ())}
+        self._sources = list(sources)
+        self._parted = {
+            source.message
+            for number, source in enumerate(sources)
+            if source.kind == "content" and number not in whole
+        }
         starts = [0]
         for piece in merged:
             starts.append(starts[-1] + len(piece))
@@ -66,10 +74,9 @@ class RenderingPlan:
             for number, piece in enumerate(merged):
                 if not isinstance(piece, Leaf) and starts[number] <= position <= starts[number + 1]:
                     return number, position - starts[number]
-            for number in range(len(merged) + 1):
-                if starts[number] == position:
-                    return number, 0
-            raise AssertionError("a turn starts or ends inside a text")
+            # inside a text: a check holds that it begins alike, up to here
+            number = bisect(starts, position) - 1
+            return number, position - starts[number]
 
         self._turns = [
             (turn, [(place(start), place(end)) for start, end in turn.spans])
@@ -84,9 +91,9 @@ class RenderingPlan:
         `find_controls` iterates over the matches of control tokens in a text.
         """
         values = list(texts)
-        for origin, step in self._steps:
-            values.append(step.take(values[origin]))
         for check in self._checks:
+            for origin, step in check.steps:
+                values.append(step.take(values[origin]))
             if check.question(values[check.value], *check.args) != check.answer:
                 return None
         pieces = self._pieces.copy()
@@ -102,13 +109,14 @@ class RenderingPlan:
             for number, value in self._slots
             for match in find_controls(values[value])
         ]
+        lost = self._lost(values) if self._parted else {}
         # lists: a generator costs more than what it yields here
         turns = [
             Turn(
                 turn.message,
                 tuple([(starts[a] + b, starts[c] + d) for (a, b), (c, d) in spans]),
                 turn.terminator,
-                turn.lost,
+                lost.get(turn.message, turn.lost),
             )
             for turn, spans in self._turns
         ]
@@ -116,14 +124,43 @@ class RenderingPlan:
         text = "".join(pieces)
         return Rendering(text, tuple(turns), tuple(plain), tuple(controls), self._not_shown)
 
+    def _lost(self, values: Sequence[str]) -> dict[int, frozenset[str]]:
+        """What is lost of each message whose content is shown in parts."""
+        leaves = [Leaf.of(values[n], n) for n in range(len(self._sources))]
+        for check in self._checks:
+            for origin, step in check.steps:
+                leaves.append(leaves[origin].after(step, values[len(leaves)]))
+        shown = [leaves[value] for _, value in self._slots]
+        texts = [s._replace(text=values[n]) for n, s in enumerate(self._sources)]
+        return {k: lost_parts(texts, shown, k) for k in self._parted}
+
+    def _check(
+        self,
+        source: int,
+        steps: Steps,
+        question: Callable[..., Any],
+        args: tuple[Any, ...],
+        answer: Any,
+    ) -> _Check:
+        value = self._value(source, steps)
+        made, self._new_steps = tuple(self._new_steps), []
+        return _Check(made, value, question, args, answer)
+
     def _value(self, source: int, steps: Steps) -> int:
         """The number of the value that `steps` make of a source text."""
         key = (source, steps)
         if key not in self._values:
-            origin = self._value(source, steps[:-1])
-            self._values[key] = self._num_texts + len(self._steps)
-            self._steps.append((origin, steps[-1]))
+            self._new_steps.append((self._value(source, steps[:-1]), steps[-1]))
+            self._values[key] = len(self._values)
         return self._values[key]
+
+
+def _only_stripped(steps: Steps) -> bool:
+    methods = ("strip", "lstrip", "rstrip")
+    return all(
+        step.method in methods and not (step.args and step.args[0] and step.args[0].strip())
+        for step in steps
+    )
 
 
 def _has_text(text: str) -> bool:
