@@ -254,6 +254,41 @@ def test_memory_holds_the_logits_of_one_chunk_at_most(dtype: torch.dtype) -> Non
     assert more - fewer <= 4096 * a_row + weight
 
 
+@pytest.mark.parametrize("soft_cap", [None, 4.0])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+def test_label_smoothing_and_z_loss_equal_their_formulas_in_float64(
+    smoothing: float, z_loss: float, soft_cap: float | None, chunk_tokens: int | None
+) -> None:
+    batch, inputs = targets(2, 50), leaves()
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    logits_BSV = doubles[0] @ doubles[1].T
+    if soft_cap is not None:
+        logits_BSV = soft_cap * torch.tanh(logits_BSV / soft_cap)
+    logits_TV = logits_BSV.flatten(0, 1)[batch.target_rows_T]
+    labels_T = batch.labels_BS.flatten()[batch.target_rows_T]
+    total = F.cross_entropy(logits_TV, labels_T, reduction="sum", label_smoothing=smoothing)
+    total = total + z_loss * logits_TV.logsumexp(1).square().sum()
+    num = len(labels_T)
+    wanted = [total.detach() / num, *torch.autograd.grad(total / num, doubles)]
+    loss_fn = LinearCrossEntropy(
+        chunk_tokens=chunk_tokens, soft_cap=soft_cap, label_smoothing=smoothing, z_loss=z_loss
+    )
+    for ours, theirs in zip(found(loss_fn, inputs, batch, num), wanted, strict=True):
+        assert relative_l2(ours, theirs) < 1e-6
+    # A validation loss is plain cross-entropy.
+    with torch.no_grad():
+        plain_loss = loss_fn(*inputs, batch, num)
+    assert relative_l2(plain_loss, exact(inputs, batch, num, soft_cap=soft_cap)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("settings", [{"label_smoothing": 1.0}, {"z_loss": -1.0}])
+def test_settings_that_cannot_be_are_refused_by_name(settings: dict[str, float]) -> None:
+    (name, value), *_ = settings.items()
+    with pytest.raises(ValueError, match=f"loss.{name}={value}"):
+        LinearCrossEntropy(**settings)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_chunks_head_gradient_never_stands_whole_beside_the_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

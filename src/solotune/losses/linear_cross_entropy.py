@@ -11,7 +11,7 @@ Shapes: B batch, S tokens, T target rows, N rows of one chunk, R rows of one pie
 V vocabulary.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,21 +30,47 @@ class Targets(Protocol):
     target_rows_T: Tensor  # flat positions with a target, found in collation: no sync
 
 
+class _Extras(NamedTuple):
+    """What is added to cross-entropy while training."""
+
+    label_smoothing: float
+    z_loss: float
+
+
+_NONE = _Extras(0.0, 0.0)
+
+
 class LinearCrossEntropy(nn.Module):
     """Cross-entropy from hidden states, with the logits of one chunk alive at a time.
 
     `chunk_tokens` is the number of target rows of one chunk; None: what 256 MiB of fp32
     logits hold. `soft_cap` c, which a recipe takes from the model, bounds logits: c * tanh(x / c).
+
+    With gradients only, so that a validation loss stays comparable: `label_smoothing` e gives the
+    target 1 - e and shares e among all V tokens; `z_loss` z adds z * (log Z)^2 for each target.
+    Sources: label smoothing (1512.00567), z-loss (2204.02311).
     """
 
-    def __init__(self, *, chunk_tokens: int | None = None, soft_cap: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        chunk_tokens: int | None = None,
+        soft_cap: float | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(f"loss.chunk_tokens={chunk_tokens}: use at least 1, or null")
         if soft_cap is not None and not soft_cap > 0:
             raise ValueError(f"loss.soft_cap={soft_cap}: use a number above 0, or null")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"loss.label_smoothing={label_smoothing}: use 0 or more, and below 1")
+        if z_loss < 0:
+            raise ValueError(f"loss.z_loss={z_loss}: use 0 or more")
         self.chunk_tokens = chunk_tokens
         self.soft_cap = soft_cap
+        self.extras = _Extras(label_smoothing, z_loss)
         self._chunks: dict[Any, Tensor] = {}  # reused: fresh pages cost as much as the softmax
 
     def forward(
@@ -81,6 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, labels_T, num_targets, loss: LinearCrossEntropy):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        extras = loss.extras if wants_hidden or wants_weight else _NONE
         rows, vocab = len(hidden_TD), len(weight_VD)
         chunk_rows = loss.chunk_rows(vocab)
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
@@ -91,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_ND = hidden_TD[chunk]
             logits_NV = loss.chunk_buffer("logits", len(hidden_ND), vocab, hidden_TD)
             torch.mm(hidden_ND, weight_VD.T, out=logits_NV)
-            total += _to_gradient_(logits_NV, labels_T[chunk], 1.0 / num_targets, loss)
+            total += _to_gradient_(logits_NV, labels_T[chunk], 1.0 / num_targets, loss, extras)
             if dhidden_TD is not None:
                 torch.mm(logits_NV, weight_VD, out=dhidden_TD[chunk])
             if wants_weight:
@@ -114,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _to_gradient_(
-    logits_NV: Tensor, labels_N: Tensor, scale: float, loss: LinearCrossEntropy
+    logits_NV: Tensor, labels_N: Tensor, scale: float, loss: LinearCrossEntropy, extras: _Extras
 ) -> Tensor:
     """Turn logits into scale * (softmax - one_hot), in place; return the rows' summed loss.
 
@@ -135,10 +162,19 @@ def _to_gradient_(
             torch.mul(p_RV, p_RV, out=slope_RV).neg_().add_(1)
             p_RV.mul_(loss.soft_cap)
         max_R, target_R = p_RV.amax(1), p_RV.gather(1, labels_R1).squeeze(1)
+        if extras.label_smoothing:
+            target_R.lerp_(p_RV.mean(1), extras.label_smoothing)
         torch.softmax(p_RV, 1, out=p_RV)
         # The softmax at the maximum is 1 / sum(exp(x - max)): log Z without another pass.
-        total += (max_R - p_RV.amax(1).log() - target_R).sum()
-        p_RV.scatter_add_(1, labels_R1, p_RV.new_full((len(p_RV), 1), -1.0))
+        log_z_R = max_R - p_RV.amax(1).log()
+        total += (log_z_R - target_R).sum()
+        if extras.z_loss:
+            total += extras.z_loss * log_z_R.square().sum()
+            p_RV.mul_((1 + 2 * extras.z_loss * log_z_R).unsqueeze(1))
+        if extras.label_smoothing:
+            p_RV.sub_(extras.label_smoothing / vocab)
+        one_R1 = p_RV.new_full((len(p_RV), 1), extras.label_smoothing - 1.0)
+        p_RV.scatter_add_(1, labels_R1, one_R1)
         if slope_RV is not None:
             p_RV.mul_(slope_RV)
         torch.mul(p_RV, scale, out=logits_RV)
