@@ -12,9 +12,10 @@ from transformers import LlamaConfig
 
 from solotune import models
 from solotune.errors import CheckpointError
-from solotune.models import auto, llama
+from solotune.models import Decoder, auto, check_same_model, llama
 from solotune.models.auto import FAMILIES
 
+from .families import tiny_config
 from .tiny import CONFIG
 
 Write = Callable[..., Path]
@@ -212,3 +213,94 @@ def test_the_docs_name_every_family_and_what_it_reads() -> None:
         assert page.count(f"| `{model_type}` |") == 2, model_type
         own = family.fields.defaults.keys() - llama.FIELDS.defaults.keys()
         assert all(f"`{field}`" in page for field in own), model_type
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "named"),
+    [
+        ("qwen3", {"layer_types": ["full_attention"]}, "for each of 4 layers"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        ("qwen3", {"layer_types": "full"}, "layer_types='full' is not a list or null"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "sliding_window is null"),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types=.* for mistral"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0 is not a whole number above 0"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping=-1.0 is not"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": [1]}}, "are no object"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "lacks the field 'short_factor'"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
+            "short_factor has 3 numbers where 16 rotated dimensions need 8",
+        ),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias=True"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=.* each of 4 layers"),
+        ("olmo3", {"head_dim": 7}, "head_dim is even"),
+        ("olmo2", {"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor='4'"),
+        ("ministral3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_what_a_family_cannot_follow_is_refused_and_named(
+    write: Write, family: str, fields: dict[str, Any], named: str
+) -> None:
+    config = tiny_config(family) | fields
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{named}"):
+        auto(write(**config))
+
+
+def folder_like(write: Write, builder: str, **fields: Any) -> tuple[Decoder, Path]:
+    """Return a model on meta, and a folder with its config but for `fields`."""
+    with torch.device("meta"):
+        model = getattr(models, builder)()
+    return model, write(**model.config | fields)
+
+
+@pytest.mark.parametrize(
+    ("builder", "fields", "named"),
+    [
+        ("qwen3_0_6b", {"rope_theta": 5e6}, "rope_theta is 1000000.0"),
+        ("gemma3_1b", {"sliding_window": 1024}, "window_of_layer is"),
+        ("gemma3_1b", {"rope_local_base_freq": 1e6}, "rope_theta is 10000.0"),
+        ("gemma2_2b", {"final_logit_softcapping": None}, "logit_soft_cap is 30.0"),
+        ("phi4_mini", {"partial_rotary_factor": 1.0}, "lacks|partial_rotary_factor is 0.75"),
+        ("smollm3_3b", {"no_rope_layer_interval": 2, "no_rope_layers": None}, "rope_of_layer is"),
+        ("mistral_7b_v0_1", {"sliding_window": None}, "window_of_layer is"),
+        ("olmo3_7b", {"rope_scaling": None}, "rope_type_1 is 'yarn'"),
+    ],
+)
+def test_a_named_builder_is_not_taken_for_another_model_of_its_family(
+    write: Write, builder: str, fields: dict[str, Any], named: str
+) -> None:
+    model, folder = folder_like(write, builder, **fields)
+    with pytest.raises(CheckpointError, match=named):
+        check_same_model(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("builder", "fields"),
+    [
+        ("qwen2_5_7b", {"max_position_embeddings": 131072, "sliding_window": 131072}),
+        ("qwen3_0_6b", {"layer_types": ["full_attention"] * 28, "attention_bias": False}),
+        ("gemma3_1b", {"sliding_window_pattern": 6, "num_attention_heads": 4, "x_note": 1}),
+        (
+            "gemma3_4b",
+            {
+                "rope_scaling": None,
+                "rope_theta": None,
+                "rope_local_base_freq": None,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            },
+        ),
+        ("phi3_mini_4k", {"attention_dropout": 0.0, "eos_token_id": [32000, 32007]}),
+    ],
+)
+def test_another_spelling_is_the_same_model(
+    write: Write, builder: str, fields: dict[str, Any]
+) -> None:
+    check_same_model(*folder_like(write, builder, **fields))

@@ -1,7 +1,7 @@
 """Grouped-query self-attention, for training over segments and for decoding with a cache.
 
-Shapes: B batch, S tokens, D width, H heads, G key/value heads, K head width, T cached positions,
-M segments a row.
+Shapes: B batch, S tokens, D width, H heads, G key/value heads, K head width, of which P rotated,
+T cached positions, M segments a row.
 """
 
 from typing import Literal, NamedTuple

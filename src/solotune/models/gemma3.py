@@ -54,7 +54,9 @@ def ropes_by_layer_type(
     of the full layers. The thetas are the defaults; config.json's `rope_theta` is the full layers'.
     """
     given = values["rope_parameters"] or {}
-    of_full = dict(given.get("full_attention") or {}) | (values["rope_scaling"] or {})
+    of_full = given.get("full_attention") or {}
+    if isinstance(of_full, dict):
+        of_full = of_full | (values["rope_scaling"] or {})
     length = {"max_positions": values["max_position_embeddings"]}
     return (
         rope_settings(given.get("sliding_attention"), theta=local_theta, **length),

@@ -30,7 +30,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
 
 
 def rope_settings(
-    given: Mapping[str, Any] | None,
+    given: Any,
     *,
     theta: float,
     max_positions: int | None,
@@ -38,12 +38,14 @@ def rope_settings(
     rotated_share: float | None = None,
     more: str = "",
 ) -> dict[str, Any]:
-    """Return `rope_type`, `rope_theta` and what else of a config's rope dictionary counts.
+    """Return `rope_type`, `rope_theta` and what else counts of `given`, a config's rope dictionary.
 
     The arguments are what stands beside the dictionary: `theta` and `rotated_share` count where it
     has none, `original_positions` before its own. `more` names further fields that the family
     reads. Raises CheckpointError for a scaling that is not implemented or lacks a field.
     """
+    if not (given is None or isinstance(given, Mapping)):
+        raise CheckpointError(f"config.json: rope settings {given!r} are no object: fetch it again")
     given = given or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _FIELDS:
@@ -67,7 +69,27 @@ def rope_settings(
     share = given.get("partial_rotary_factor") or rotated_share
     if share not in (None, 1):
         settings["partial_rotary_factor"] = share
+    for field, value in settings.items():
+        if not _fits(field, value):
+            raise CheckpointError(
+                f"config.json: {field}={value!r} of the rope settings is no value for it: fetch "
+                "the file again"
+            )
     return settings
+
+
+def _fits(field: str, value: Any) -> bool:
+    """Whether a rope setting can be computed with."""
+    match field:
+        case "rope_type":
+            return True
+        case "truncate":
+            return isinstance(value, bool)
+        case "short_factor" | "long_factor":
+            return isinstance(value, list) and all(_fits("", factor) for factor in value)
+        case "mscale" | "mscale_all_dim" | "llama_4_scaling_beta":
+            return type(value) in (int, float)
+    return type(value) in (int, float) and value > 0
 
 
 class Angles(NamedTuple):
