@@ -14,6 +14,7 @@ import numpy as np
 from solotune.data.chat import History, Span, TrainOn, chat_samples
 from solotune.data.files import Row
 from solotune.data.formats import Format, Layout, find_layout
+from solotune.data.long_texts import encode_beginnings
 from solotune.data.messages import Conversation
 from solotune.data.preview import sample_lines
 from solotune.data.samples import SHOWN_FAULTS, Report, count_targets, row_hash
@@ -168,7 +169,11 @@ def _encode(
     all_ids: list[list[int]] = []
     all_trained: list[np.ndarray] = [zero[:0]]
     hashes: list[int] = []
-    encodings = tokenizer.encode_renderings([draft.rendering for draft in drafts])
+    renderings = [draft.rendering for draft in drafts]
+    if rules.cut:
+        encodings = encode_beginnings(tokenizer, renderings, max_tokens=tokenizer.max_seq_len + 1)
+    else:
+        encodings = tokenizer.encode_renderings(renderings)
     for draft, encoded in zip(drafts, encodings, strict=True):
         ids, trained = encoded.ids, encoded.mask(draft.trained)
         if draft.add_bos and tokenizer.bos_id is not None:
