@@ -179,6 +179,7 @@ def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
 
 def setup_data(cfg: Config, tokenizer, model: Decoder) -> tuple[Loader, Loader | None, list[str]]:
     """Return the loaders of training and validation data, and the facts to print about them."""
+    model.add_tokens(tokenizer.new_ids, rows=tokenizer.rows_wanted)  # [mem] tokenizer.added_tokens
     samples = cfg.dataset.build(tokenizer)
     samples_val = cfg.dataset_val.build(tokenizer) if cfg.dataset_val else None
     facts = samples.lines()

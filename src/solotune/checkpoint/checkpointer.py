@@ -66,7 +66,8 @@ class Checkpointer:
         self, model: Decoder, *, device: torch.device | str, resume: Path | None = None
     ) -> LoadReport:
         """Fill a model built on meta from `checkpoint_dir`, or from the step folder `resume`."""
-        return load_weights(model, resume or self.checkpoint_dir, device=device)
+        folder = resume or self.checkpoint_dir
+        return load_weights(model, folder, device=device, fill_new_rows=resume is None)
 
     def find_resume(self, resume_from_checkpoint: bool | str | Path | None) -> Path | None:
         """Return the step folder to go on from: the newest of `output_dir` for True, or as named.
@@ -128,6 +129,8 @@ class Checkpointer:
             write_weights(folder, weights)
             state.write(folder)
             config = read_config(self.checkpoint_dir)
+            if "vocab_size" in model.config:  # added tokens may have raised it
+                config["vocab_size"] = model.config["vocab_size"]
             config = saved_config(config, dtype=dtype, eos_ids=eos_ids)
             write_json(folder / "config.json", config)
             generation = self._generation_config(config)

@@ -382,8 +382,8 @@ def check_vocabulary(largest_id: int, vocab_size: int) -> None:
     if largest_id >= vocab_size:
         raise ConfigError(
             f"token {largest_id} is outside the model's vocabulary of {vocab_size}: the tokenizer "
-            "belongs to another model (set tokenizer.path), or was given tokens that the model "
-            "never got (list them in tokenizer.added_tokens)"
+            "belongs to another model, or was given tokens that the model never got; set "
+            "tokenizer.path, or train them with tokenizer.added_tokens"
         )
 
 
