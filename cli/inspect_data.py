@@ -1,5 +1,7 @@
 """`tune inspect data`: the rows that a run is fed, what is trained of them, and counts."""
 
+import argparse
+import contextlib
 import json
 import os
 import sys
@@ -7,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TextIO
 
 from solotune.config import located
 from solotune.config.command_line import Parser
@@ -47,10 +50,21 @@ def main(words: list[str]) -> int:
         parser.error(f"--samples {options.samples}: use 0 or more")
     module, cfg = setup(recipe, options, needs="setup_data")
 
+    out = sys.stdout
+    # what libraries print is no JSON
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        show(cfg, module, options, title=options.config or recipe.stem, out=out)
+    return 0
+
+
+def show(
+    cfg: Any, module: ModuleType, options: argparse.Namespace, *, title: str, out: TextIO
+) -> None:
+    """Build what `module`, a recipe, feeds and show it as the options say."""
     import torch
 
     from solotune.checkpoint import model_folder
-    from solotune.data.inspection import as_json, count, fed_rows
+    from solotune.data.inspection import as_json, count_samples, fed_rows
 
     with located(cfg):
         folder = model_folder(cfg.checkpoint_dir)
@@ -61,26 +75,25 @@ def main(words: list[str]) -> int:
         if loader_val is None:
             raise UserError("there is no validation set: set val_fraction above 0, or dataset_val")
         loader = loader_val
-    counts = count(loader, stop_ids=tokenizer.stop_ids())
-    examples = example_lines(counts, loader.samples, tokenizer)
+    counts = count_samples(loader, stop_ids=tokenizer.stop_ids())
     rows = islice(fed_rows(loader), options.samples)
+    examples = example_lines(counts, loader.samples, tokenizer)
     if options.html:
         from .inspect_page import page
 
-        title = f"{options.config or recipe.stem}: {counts.source}"
+        title = f"{title}: {counts.source}"
         text = page(title, [*facts, *examples], counts, list(rows), tokenizer)
         options.html.expanduser().write_text(text, encoding="utf-8", newline="\n")
-        print(options.html)
-    elif options.json:
-        for row in rows:
-            print(json.dumps(as_json(row)))
-        print(json.dumps(asdict(counts)))
-    else:
-        is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print(options.html, file=sys.stderr if options.json else out)
+    if options.json:
+        for row in islice(fed_rows(loader), options.samples):
+            print(json.dumps(as_json(row)), file=out)
+        print(json.dumps(asdict(counts)), file=out)
+    elif not options.html:
+        is_coloured = out.isatty() and not os.environ.get("NO_COLOR")
         for number, row in enumerate(rows):
-            print("\n".join(row_lines(number, row, tokenizer, colours=is_coloured)))
-        print("\n".join([*facts, "", *count_lines(counts), *examples]))
-    return 0
+            print("\n".join(row_lines(number, row, tokenizer, colours=is_coloured)), file=out)
+        print("\n".join([*facts, "", *count_lines(counts), *examples]), file=out)
 
 
 def row_lines(

@@ -105,6 +105,29 @@ def test_the_trained_tokens_of_all_rows_are_the_answers_and_their_terminators(
     assert sum(entry["samples"] for entry in counts["histogram"]) == 10
 
 
+def test_of_a_sample_that_is_cut_between_packs_every_token_is_shown_once(
+    model: Path, capsys: pytest.CaptureFixture
+):
+    write_rows(CHATS)
+    words = ("dataset.split_across_pack=True", "tokenizer.max_seq_len=64", "val_fraction=0")
+    assert inspect_data("--json", "--samples", "99", *words) == 0
+    *rows, counts = map(json.loads, capsys.readouterr().out.splitlines())
+    assert sum(sum(row["segments"]) for row in rows) == counts["num_tokens"]
+    shown = sum(label >= 0 for row in rows for label in row["labels"])
+    cut = counts["num_targets"] - shown  # first tokens of a second part, trained a row before
+    assert 0 < cut <= len(rows)
+
+
+def test_a_stream_is_shown_and_prints_no_other_line_than_json(
+    model: Path, capsys: pytest.CaptureFixture
+):
+    write_rows(CHATS)
+    words = ("dataset.streaming=True", "dataset.rows_per_epoch=40", "val_fraction=0")
+    assert inspect_data("--json", "--samples", "30", "tokenizer.max_seq_len=300", *words) == 0
+    *rows, counts = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (len(rows), counts["samples"]) == (30, 10)
+
+
 def test_faulty_rows_are_counted_and_shown(model: Path, capsys: pytest.CaptureFixture):
     fine = [("user", "Hi"), ("assistant", "Yes.")]
     long = [("user", "Hi"), ("assistant", "word " * 40)]  # cut: its end is never learnt

@@ -90,10 +90,11 @@ def fed_rows(loader: Loader, *, epoch: int = 0) -> Iterator[FedRow]:
             yield row
 
 
-def count(loader: Loader, *, stop_ids: Sequence[int], shown: int = 3) -> Counts:
+def count_samples(loader: Loader, *, stop_ids: Sequence[int], shown: int = 3) -> Counts:
     """Count what all samples of a loader hold; `shown` examples of each fault.
 
-    `stop_ids` are the tokens that may end a trained turn.
+    `stop_ids` are the tokens that may end a trained turn. Of a stream it is the first block that is
+    counted, and numbers of tokens are those of an epoch of such blocks.
     """
     samples, report = loader.samples, loader.samples.report
     stops, seen = np.array(sorted(stop_ids)), set()
