@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from solotune import data, tokenizers
-from solotune.data import SampleSet, cache
+from solotune.data import SampleSet, cache, cache_key
 from solotune.errors import DataError
 from solotune.tokenizers import CHATML, Tokenizer
 
@@ -154,7 +154,7 @@ def test_a_template_that_writes_the_date_is_rendered_anew_each_day(
         def today(cls) -> date:
             return date(2031, 1, 2)
 
-    monkeypatch.setattr(cache, "date", Tomorrow)
+    monkeypatch.setattr(cache_key, "date", Tomorrow)
     assert origin(load(tokenizer)) == "written"
 
 

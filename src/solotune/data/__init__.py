@@ -8,7 +8,8 @@ from solotune.data.mixing import mixed
 from solotune.data.packing import best_fit
 from solotune.data.prompts import Prompt, read_prompts
 from solotune.data.pydoc import pydoc_dataset
-from solotune.data.samples import Batching, Report, SampleSet, split_validation
+from solotune.data.report import Report
+from solotune.data.samples import Batching, SampleSet, split_validation
 from solotune.data.sources import read_rows
 
 __all__ = [

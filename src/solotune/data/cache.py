@@ -15,34 +15,27 @@ import hashlib
 import json
 import mmap
 import os
-import platform
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from datetime import date
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.resources import files
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from solotune.data.cache_key import file_hash, json_hash
+from solotune.data.report import Report
 from solotune.data.samples import (
     Batching,
-    Report,
     SampleSet,
     SampleWriter,
     combine_hashes,
     content_hash,
     count_targets,
 )
-from solotune.data.tokenizing import Rules
 from solotune.errors import DataError
-from solotune.tokenizers import Tokenizer
 
 WORTH_TOKENS = 1 << 20  # fewer are made again in a second or two, and stay in memory
 _KEPT_DAYS = 30  # since an entry was last read
@@ -56,8 +49,6 @@ _TYPES = {
     "rows": np.dtype(np.uint64),
 }
 _CONTENT, _INDEX = ("tokens", "trained"), ("lengths", "targets", "rows")
-_PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pyarrow", "datasets")
-_NOT_OF_TOKENIZERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
 
 class _Damaged(Exception):
@@ -84,7 +75,7 @@ class CacheEntry:
                 if wanted != found:
                     raise _Damaged(f"{name} has {found} bytes instead of {wanted}")
             # read in blocks, not through the map: the pages then count as no memory of ours
-            if header["content"] != combine_hashes(*(_hash(self._file(n)) for n in _CONTENT)):
+            if header["content"] != combine_hashes(*(file_hash(self._file(n)) for n in _CONTENT)):
                 raise _Damaged("the tokens are not those that were written")
             arrays = {name: _mapped(self._file(name), dtype) for name, dtype in _TYPES.items()}
             if header["index"] != content_hash(*(arrays[name] for name in _INDEX)):
@@ -122,7 +113,7 @@ class CacheEntry:
             checked = stored.pop("header")
         except (ValueError, AttributeError, KeyError):
             raise _Damaged("its header cannot be read") from None
-        if checked != _json_hash(stored):
+        if checked != json_hash(stored):
             raise _Damaged("its header is not the one that was written")
         return stored
 
@@ -251,7 +242,7 @@ class CacheWriter(SampleWriter):
             },
             "report": report.to_json(),
         }
-        header["header"] = _json_hash(header)
+        header["header"] = json_hash(header)
         for name, values in index.items():
             self._files[name] = self._path(name).open("wb")
             self._files[name].write(values.tobytes())
@@ -286,75 +277,6 @@ def default_cache_dir() -> Path:
     """$XDG_CACHE_HOME/solotune/tokens, or that of ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "solotune" / "tokens"
-
-
-def cache_key(
-    tokenizer: Tokenizer, rules: Rules, *, data: Sequence[Any], max_rows: int | None
-) -> str:
-    """The name of an entry: 32 hexadecimal digits of a hash of all that decides the tokens.
-
-    `data` says which rows there are, as `file_identity` does for a file.
-    """
-    template = tokenizer.template
-    parts: dict[str, Any] = {
-        "data": data,
-        "rows": max_rows,
-        "rules": asdict(rules),
-        "tokenizer": [
-            type(tokenizer).__qualname__,
-            tokenizer.made_with,
-            *(file_identity(path) for path in _tokenizer_files(tokenizer.folder)),
-        ],
-        "template": template and [template.source, template.variables],
-        "version": _version(),
-    }
-    if template is not None and "strftime_now" in template.source:
-        parts["day"] = date.today().isoformat()
-    return _json_hash(parts)
-
-
-def file_identity(path: Path) -> list[str]:
-    """The name of a file and a hash of its content, at about 1 GB/s: its date may lie."""
-    return [str(path), _hash(path).hexdigest()]
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a model folder but weights: which a tokenizer reads is its own affair."""
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix not in _NOT_OF_TOKENIZERS
-    ]
-
-
-@cache
-def _version() -> list[str]:
-    """What turns rows into tokens: our source, whatever version it is called, and libraries."""
-    digest = hashlib.blake2b()
-    for package in ("solotune.data", "solotune.tokenizers"):
-        for file in sorted(files(package).iterdir(), key=lambda file: file.name):
-            if file.name.endswith(".py"):
-                digest.update(file.read_bytes())
-    python = platform.python_version()  # knows the white space and letters of one Unicode version
-    return [digest.hexdigest(), python, *(_installed(name) for name in _PACKAGES)]
-
-
-def _installed(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return f"no {package}"
-
-
-def _json_hash(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _hash(path: Path) -> hashlib.blake2b:
-    with path.open("rb") as file:
-        digest: Any = hashlib.file_digest(file, hashlib.blake2b)
-    return digest
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:

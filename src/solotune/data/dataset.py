@@ -5,12 +5,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+from tqdm import tqdm
+
 from solotune.config.fitting import Minimum
-from solotune.data.cache import CacheEntry, CacheWriter, cache_key, default_cache_dir, file_identity
+from solotune.data.cache import CacheEntry, CacheWriter, default_cache_dir
+from solotune.data.cache_key import cache_key, file_identity
 from solotune.data.chat import History, TrainOn
 from solotune.data.files import Row
 from solotune.data.formats import Format
-from solotune.data.samples import Batching, Report, SampleSet, SampleWriter
+from solotune.data.report import Report
+from solotune.data.samples import Batching, SampleSet, SampleWriter
 from solotune.data.sources import data_files, is_hub_name, read_rows, source_name
 from solotune.data.streaming import Stream, StreamedSamples
 from solotune.data.tokenizing import OnBadRow, Rules, Tokenized, closing_notes
@@ -126,10 +130,13 @@ def build_samples(
     rules = rules or Rules()
     report = Report(source=source, format=rules.format)
     first: Tokenized | None = None  # with a sample
-    with SampleWriter() if cache is None else CacheWriter(cache) as writer:
+    # on a terminal, where it takes longer than two seconds
+    bar = tqdm(desc="tokenizing", unit=" rows", leave=False, disable=None, delay=2)
+    with bar, SampleWriter() if cache is None else CacheWriter(cache) as writer:
         for part in tokenized(tokenizer, islice(rows, max_rows), rules, num_workers=num_workers):
             writer.extend(part.tokens_T, part.trained_T, part.lengths_N, part.rows_N)
             report.add(part.report)
+            bar.update(part.report.rows)
             if not first and len(part.lengths_N):
                 first = part
         if first is None:

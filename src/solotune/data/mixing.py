@@ -10,7 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from solotune.data.samples import Batching, Report, SampleSet
+from solotune.data.report import Report
+from solotune.data.samples import Batching, SampleSet
 from solotune.data.streaming import StreamedSamples
 from solotune.errors import ConfigError, DataError
 from solotune.tokenizers import Tokenizer

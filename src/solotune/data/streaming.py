@@ -16,8 +16,9 @@ from tqdm import tqdm
 from solotune.data.batch import Batch, collate
 from solotune.data.files import Row
 from solotune.data.loader import Loader
+from solotune.data.report import Report
 from solotune.data.rows import RowPlan
-from solotune.data.samples import Batching, Report, SampleSet, SampleWriter
+from solotune.data.samples import Batching, SampleSet, SampleWriter
 from solotune.data.tokenizing import Rules, Tokenized, closing_notes
 from solotune.data.workers import tokenized
 from solotune.errors import ConfigError, DataError

@@ -17,7 +17,8 @@ from solotune.data.formats import Format, Layout, find_layout
 from solotune.data.long_texts import encode_beginnings
 from solotune.data.messages import Conversation
 from solotune.data.preview import sample_lines
-from solotune.data.samples import SHOWN_FAULTS, Report, count_targets, row_hash
+from solotune.data.report import SHOWN_FAULTS, Report
+from solotune.data.samples import count_targets, row_hash
 from solotune.errors import DataError
 from solotune.tokenizers import Rendering, Tokenizer
 
