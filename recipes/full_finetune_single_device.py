@@ -36,13 +36,14 @@ from solotune.memory import (
     Disk,
     HostMemory,
     MemoryReport,
-    StateHome,
     Stepper,
+    check_memory_keys,
     checkpoint_blocks,
     compile_blocks,
     layer_major_step,
     offload_activations,
     register_steps,
+    state_home,
     step_in_backward,
 )
 from solotune.models import Decoder
@@ -50,6 +51,7 @@ from solotune.optim import decay_groups
 from solotune.training import (
     Progress,
     RunLog,
+    UpdateGauge,
     check_finite,
     check_positive,
     check_weights,
@@ -131,30 +133,16 @@ def validate(cfg: Config) -> None:
         "log_every_n_steps run_val_every_n_steps save_every_n_steps early_stopping_patience "
         "keep_last_n_checkpoints",
     )
-    offloads = cfg.enable_activation_offloading or layer_major(cfg)
-    if cfg.activation_offload_to == "disk" and not offloads:
-        raise ConfigError(
-            "activation_offload_to=disk has no effect: set enable_activation_offloading=True"
-        )
+    check_memory_keys(memory_keys(cfg))
     if cfg.early_stopping_patience and not (cfg.val_fraction or cfg.dataset_val):
         raise ConfigError("early_stopping_patience needs val_fraction above 0, or dataset_val")
     if not 0 <= cfg.val_fraction < 1:
         raise ConfigError(f"val_fraction={cfg.val_fraction}: use 0 or more, and less than 1")
-    if (cfg.ac_mode == "selective") != (cfg.ac_option is not None):
-        raise ConfigError(
-            f"ac_mode={cfg.ac_mode} with ac_option={cfg.ac_option}: set ac_mode=selective and "
-            "ac_option to a number of blocks or to op, or neither"
-        )
-    if cfg.ac_mode == "selective" and (layer_major(cfg) or not cfg.enable_activation_checkpointing):
-        raise ConfigError(
-            "ac_mode=selective needs enable_activation_checkpointing=True, and has no effect where "
-            "optimizer_in_bwd meets accumulation or clipping (full checkpointing): use ac_mode=full"
-        )
-    if cfg.on_nonfinite == "skip" and cfg.optimizer_in_bwd and cfg.clip_grad_norm is None:
-        raise ConfigError(
-            "on_nonfinite=skip cannot hold steps back that happen inside backward: set "
-            "clip_grad_norm, or on_nonfinite=stop"
-        )
+
+
+def memory_keys(cfg: Config) -> dict[str, object]:
+    """Return the values of the keys that decide the peak."""
+    return {key: getattr(cfg, key) for key in MEMORY_KEYS}
 
 
 def layer_major(cfg: Config) -> bool:
@@ -295,10 +283,8 @@ def main(cfg: Config) -> None:
     optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
     disk = Disk(output_dir) if cfg.activation_offload_to == "disk" else None
     host = HostMemory(device, activations=disk)
-    home = None
-    if cfg.optimizer_state != "device":  # [mem] optimizer state: on the device only while it steps
-        on_disk = output_dir / "optimizer_state" if cfg.optimizer_state == "disk" else None
-        home = StateHome(optimizer, host=host, folder=on_disk)
+    # [mem] optimizer state: elsewhere it is on the device only while it steps
+    home = state_home(optimizer, cfg.optimizer_state, host=host, output_dir=output_dir)
     stepper = Stepper(optimizer, home)
     if cfg.optimizer_in_bwd and not layer_major(cfg):
         register_steps(model, stepper)  # [mem] gradients
@@ -354,8 +340,10 @@ def main(cfg: Config) -> None:
             )
         log.facts(f"step {progress.step}: saved {folder}{' (best)' if best else ''}")
 
-    keys = {key: getattr(cfg, key) for key in MEMORY_KEYS}
-    memory = MemoryReport(model, loss_fn=loss_fn, stepper=stepper, host=host, log=log, on=keys)
+    memory = MemoryReport(
+        model, loss_fn=loss_fn, stepper=stepper, host=host, log=log, on=memory_keys(cfg)
+    )
+    gauge = UpdateGauge(model, optimizer)
     running = log.running(total_steps, first_step=progress.step)
     with stop_on_signals() as stop, closing(stepper), running:
         if loader_val and progress.step == 0:
@@ -368,12 +356,20 @@ def main(cfg: Config) -> None:
                 break
             for group in islice(accumulation_groups(batches, accumulation), steps_left):
                 lr = set_lr(optimizer, lr_factor(progress.step + 1))
-                with memory.step(progress.step + 1, group):
+                with memory.step(progress.step + 1, group), gauge.watching():
                     loss, grad_norm = train_step(cfg, model, loss_fn, stepper, group, host)
                 progress.advance(group)
                 step, steps_left, best = progress.step, steps_left - 1, False
-                log.facts(*stepper.news())
-                log.step(step, group, epoch=epoch, loss=loss, lr=lr, grad_norm=grad_norm)
+                log.facts(*stepper.news(), *gauge.lines())
+                log.step(
+                    step,
+                    group,
+                    epoch=epoch,
+                    loss=loss,
+                    lr=lr,
+                    grad_norm=grad_norm,
+                    updates_lost=gauge.lost,
+                )
                 check_finite(step, loss, grad_norm, on_nonfinite=cfg.on_nonfinite)
                 save_due = is_due(step, cfg.save_every_n_steps, epoch_ends=not steps_left)
                 save_due |= step == total_steps or log.save_is_wanted()

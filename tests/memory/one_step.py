@@ -36,7 +36,9 @@ NOTHING_ON: dict[str, Any] = {
     "ac_option": None,
     "enable_activation_offloading": False,
     "optimizer_in_bwd": False,
+    "activation_offload_to": "host",
     "optimizer_state": "device",
+    "on_nonfinite": "stop",
 }
 CHECKPOINTING: dict[str, Any] = {"enable_activation_checkpointing": True}
 OFFLOADING: dict[str, Any] = CHECKPOINTING | {"enable_activation_offloading": True}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from solotune.errors import UserError
+from solotune.memory import MEMORY_KEYS
 from solotune.memory.out_of_memory import (
-    MEMORY_KEYS,
     Sizes,
     advice,
     choices,

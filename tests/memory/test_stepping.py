@@ -1,5 +1,7 @@
 """A step of some parameters leaves the others alone, whatever the optimizer."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import nn
 from solotune.memory import Stepper
 from solotune.memory import stepping as stepping_file
 from solotune.optim import AdamWKahan
+
+from .one_step import IN_BACKWARD, OneStep
 
 BNB: Any = bitsandbytes.optim
 OPTIMIZERS: dict[str, Callable] = {
@@ -80,3 +84,13 @@ def test_pieces_of_a_large_parameter_change_no_bit(name: str, monkeypatch) -> No
             same = torch.equal(ours[key], value) if torch.is_tensor(value) else ours[key] == value
             assert same, key
     assert len(stepper.optimizer.state) == len(cut), "no piece is left behind"
+
+
+def test_a_model_that_steps_in_backward_dies_with_its_stepper() -> None:
+    # Hooks that hold the optimizer hold all parameters, where the garbage collector does not see.
+    one_step = OneStep(**IN_BACKWARD)
+    one_step()
+    weights = [weakref.ref(p) for p in one_step.model.parameters()]
+    del one_step
+    gc.collect()
+    assert [ref() for ref in weights] == [None] * len(weights)

@@ -10,6 +10,7 @@ Shapes: B batch, S tokens, D width.
 """
 
 import math
+import weakref
 
 from torch import Tensor, nn
 
@@ -20,9 +21,16 @@ from solotune.models import Decoder
 
 
 def register_steps(model: Decoder, stepper: Stepper) -> None:
-    """Let every parameter but the embedding step, and drop its gradient, inside backward."""
+    """Let every parameter but the embedding step, and drop its gradient, inside backward.
+
+    For as long as the caller keeps `stepper`. A hook that kept it would keep all parameters alive,
+    through the optimizer, in a circle that the garbage collector cannot see.
+    """
+    stepper_ref = weakref.ref(stepper)
 
     def step(parameter: nn.Parameter) -> None:
+        stepper = stepper_ref()
+        assert stepper is not None, "the stepper of a model that steps in backward is gone"
         stepper.step([parameter])
         parameter.grad = None
 

@@ -170,6 +170,16 @@ class StateHome:
         return flat.view(value.shape)
 
 
+def state_home(
+    optimizer: Optimizer, where: str, *, host: HostMemory, output_dir: Path
+) -> StateHome | None:
+    """Return the home of an optimizer's state for a value of `optimizer_state`; device: None."""
+    if where == "device":
+        return None
+    folder = output_dir / "optimizer_state" if where == "disk" else None
+    return StateHome(optimizer, host=host, folder=folder)
+
+
 def _value(slot: _Slot) -> Tensor:
     return slot.owner[slot.name] if isinstance(slot.owner, dict) else getattr(slot.owner, slot.name)
 

@@ -21,17 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from solotune.data import Batch
 from solotune.errors import UserError
+from solotune.memory.keys import is_layer_major
 from solotune.memory.stepping import Stepper
 from solotune.memory.tracker import state_parts
 from solotune.models import Block, Decoder
 from solotune.training import peak_bytes
-
-# The keys of a recipe that decide the peak, beside `log_memory`, which shows it.
-MEMORY_KEYS = (
-    "log_memory batch_size gradient_accumulation_steps clip_grad_norm "
-    "enable_activation_checkpointing ac_mode ac_option enable_activation_offloading "
-    "optimizer_in_bwd optimizer_state"
-).split()
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -128,7 +122,7 @@ def estimate_peak(sizes: Sizes, on: Mapping[str, Any]) -> int:
     rows = min(sizes.rows, on["batch_size"])
     one_input, block = rows * sizes.row_input, rows * sizes.row_activations
     inputs, count = sizes.blocks * one_input, on["gradient_accumulation_steps"]
-    layer_major = on["optimizer_in_bwd"] and (count > 1 or on["clip_grad_norm"] is not None)
+    layer_major = is_layer_major(on)
     if layer_major:  # each micro-batch: what one block passes to the next, and its positions
         activations = 2 * count * one_input + block
     elif on["enable_activation_offloading"]:

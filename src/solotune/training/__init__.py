@@ -26,3 +26,4 @@ from solotune.training.schedule import constant as constant
 from solotune.training.schedule import cosine as cosine
 from solotune.training.schedule import linear as linear
 from solotune.training.schedule import set_lr as set_lr
+from solotune.training.update_gauge import UpdateGauge as UpdateGauge
