@@ -10,7 +10,7 @@ import pytest
 
 from solotune import data, tokenizers
 from solotune.data import SampleSet
-from solotune.data.long_texts import LONGEST_TOKEN, encode_beginnings
+from solotune.data.long_texts import CHARS_A_TOKEN, encode_beginnings
 from solotune.tokenizers import CHATML, Rendering, Tokenizer
 
 Load = Callable[..., SampleSet]
@@ -43,11 +43,11 @@ def test_the_first_tokens_of_a_real_tokenizer_are_those_of_the_whole(
 def test_a_text_of_few_tokens_is_encoded_to_its_end(
     make_tokenizer: Callable[..., Tokenizer],
 ) -> None:
-    """A token longer than any that is known of: a control token of a thousand characters."""
+    """Tokens of a thousand characters."""
     long = "<|" + "x" * 1000 + "|>"
     tokenizer = make_tokenizer(CHATML, specials=("<s>", "</s>", "<|im_start|>", "<|im_end|>", long))
     rendering = Rendering(long * 900 + "end")
-    (encoded,) = encode_beginnings(tokenizer, [rendering], max_tokens=800)
+    (encoded,) = encode_beginnings(tokenizer, [rendering], max_tokens=900)
     assert len(encoded.ids) == 903
 
 
@@ -69,4 +69,4 @@ def test_a_row_of_megabytes_takes_no_more_time_than_its_beginning(
         samples = data.dataset(tokenizer, source=str(path))
         assert samples.report.rows_cut == 1
         assert len(samples.sample(0)[0]) == 64
-    assert max(given) <= 130 * LONGEST_TOKEN
+    assert max(given) <= 130 * CHARS_A_TOKEN

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from solotune.tokenizers import EncodedText, Rendering, Tokenizer
 
-LONGEST_TOKEN = 256  # characters; the longest in Llama's, Qwen's and Gemma's vocabularies have 128
+CHARS_A_TOKEN = 16  # English has 4, code 3; where they are not enough, four times as many are taken
 # Before a cut some tokens may be others than in the whole text; they are beyond those asked for.
-_MARGIN = 64
+_MARGIN = 64  # tokens
 
 
 def encode_beginnings(
@@ -17,13 +17,15 @@ def encode_beginnings(
 
     A text that gives fewer than `max_tokens` tokens is encoded to its end.
     """
-    max_chars = (max_tokens + _MARGIN) * LONGEST_TOKEN
+    max_chars = (max_tokens + _MARGIN) * CHARS_A_TOKEN
     begun = [_beginning(rendering, max_chars) for rendering in renderings]
     encoded = tokenizer.encode_renderings(begun)
     for k, (part, whole) in enumerate(zip(begun, renderings, strict=True)):
-        # tokens of more characters than any we know of
-        if part is not whole and len(encoded[k].ids) < max_tokens + _MARGIN:
-            encoded[k] = tokenizer.encode_renderings([whole])[0]
+        chars = max_chars
+        while part is not whole and len(encoded[k].ids) < max_tokens + _MARGIN:
+            chars *= 4
+            part = _beginning(whole, chars)
+            encoded[k] = tokenizer.encode_renderings([part])[0]
     return encoded
 
 
