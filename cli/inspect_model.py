@@ -65,6 +65,9 @@ def main(words: list[str]) -> int:
         device = pick_device(cfg.device)
         folder = model_folder(cfg.checkpoint_dir)
         model = module.setup_model(cfg, folder, pick_dtype(cfg.dtype, device))
+        if "added_tokens" in cfg.tokenizer.arguments:  # a recipe does so with its data
+            tokenizer = cfg.tokenizer.build(checkpoint_dir=folder)
+            model.add_tokens(tokenizer.new_ids, rows=tokenizer.rows_wanted)
     entries = by_module(model, device)
     totals = total(entries)
     if options.json:

@@ -283,6 +283,16 @@ def test_parameters_are_listed_by_module_and_counted_once(
     assert found["num_parameters"] == found["num_trainable"] == matrices + 7 * 64
     assert found["num_bytes"] == 2 * matrices + 4 * 7 * 64
 
+    added = "tokenizer.added_tokens=[<|new|>, <|other|>]"
+    frozen = "trainable=layers.[12]"
+    assert main(["inspect", "model", *words, "device=cpu", "--json", added, frozen]) == 0
+    found = json.loads(capsys.readouterr().out)
+    by_name = {(entry["name"], entry["trainable"]): entry for entry in found["entries"]}
+    assert by_name["embed_tokens.weight", False]["shape"] == [262, 64]
+    assert by_name["layers.{}.mlp.up_proj.weight", True]["blocks"] == [1, 2]
+    assert by_name["layers.{}.mlp.up_proj.weight", False]["blocks"] == [0]
+    assert found["num_trainable"] == 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64 + 2 * 64)
+
     assert main(["inspect", "model", *words, "device=cpu"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"layers\.\{0-2\}\.mlp\.up_proj\.weight +96 x 64 +18,432  bfloat16", out)
