@@ -6,7 +6,8 @@ from dataclasses import replace
 from solotune.tokenizers import EncodedText, Rendering, Tokenizer
 
 CHARS_A_TOKEN = 16  # English has 4, code 3; where they are not enough, four times as many are taken
-# Before a cut some tokens may be others than in the whole text; they are beyond those asked for.
+# Before a cut some tokens may be others than in the whole text, and half a control token is spelled
+# out; they are beyond those asked for.
 _MARGIN = 64  # tokens
 
 
