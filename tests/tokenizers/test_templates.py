@@ -210,7 +210,7 @@ PARTS_OF_TEXTS = st.sampled_from(
     [
         *("<think>", "</think>", "<tool_response>", "</tool_response>", "<|channel>", "<channel|>"),
         *("<|channel|>analysis<|message|>", "<|im_end|>", "a", "b c", "\n", " ", "null", "x"),
-        *("reasoning effort", "/nothink", "CONTINUE_FINAL_MESSAGE_TAG ", "Reasoning Effort"),
+        *("reasoning effort", "/no_think", "CONTINUE_FINAL_MESSAGE_TAG ", "Reasoning Effort"),
     ]
 )
 OUTLINES = [
@@ -403,3 +403,24 @@ def test_generation_stops_at_all_that_ends_a_trained_turn(name: str, make: Make)
     last = {CONTROL.findall(text)[-1] for text in endings}
     stops = {tokenizer.token_text(token_id) for token_id in tokenizer.stop_ids()}
     assert stops == {*rules.ends, *last}
+
+
+# --- twins for training ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_each_disagreement_with_the_training_twin_has_a_reason(name: str) -> None:
+    tables = pytest.importorskip("tests.tokenizers.template_tables")
+    _, differ, differ_on_twin = tables.disagreements(name)
+    assert [one for one in differ if one.reason not in tables.REASONS] == []
+    # where its blocks are in the template they decide, but for the end that they leave out
+    assert {one.reason for one in differ_on_twin} <= {"end left out"}
+
+
+def test_the_tables_of_the_page_are_those_of_the_templates() -> None:
+    tables = pytest.importorskip("tests.tokenizers.template_tables")
+    page = tables.PAGE.read_text(encoding="utf-8")
+    for name, table in tables.written().items():
+        assert tables.between(page, name)[1] == table
+    for reason, why in tables.REASONS.items():
+        assert f"| {reason} | {why} |" in page

@@ -286,7 +286,7 @@ def formed(name: str, messages: list[Message]) -> list[Message]:
             }
         if calls := message.get("tool_calls"):
             new["content"] = message["content"] or rules.empty_content
-            if rules.arguments_as_text:
+            if rules.arguments_as_text and name != "deepseekv3_training":
                 new["tool_calls"] = [
                     call
                     | {
