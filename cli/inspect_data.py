@@ -19,8 +19,7 @@ from solotune.errors import UserError
 from .inspect import parse, setup
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none
-    from solotune.data import SampleSet
-    from solotune.data.inspection import Counts, FedRow
+    from solotune.data import Counts, FedRow, SampleSet
     from solotune.tokenizers import Tokenizer
 
 HELP = """\
@@ -64,7 +63,8 @@ def show(
     import torch
 
     from solotune.checkpoint import model_folder
-    from solotune.data.inspection import as_json, count_samples, fed_rows
+    from solotune.data import count_samples, fed_rows
+    from solotune.data.inspection import as_json
 
     with located(cfg):
         folder = model_folder(cfg.checkpoint_dir)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .inspect_data import count_table
 
 if TYPE_CHECKING:
-    from solotune.data.inspection import Counts, FedRow
+    from solotune.data import Counts, FedRow
     from solotune.tokenizers import Tokenizer
 
 _STYLE = """

@@ -56,6 +56,7 @@ def tune(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_distributed_recipe_runs_once_a_process(folder: Path):
     done = tune("--nproc_per_node", "2", "--standalone", "many.py", "--config", "mine.yaml")
     assert (done.returncode, sorted(done.stdout.splitlines())) == (
@@ -64,6 +65,7 @@ def test_a_distributed_recipe_runs_once_a_process(folder: Path):
     ), done.stderr
 
 
+@pytest.mark.slow
 def test_the_failure_of_a_process_is_a_sentence(folder: Path):
     done = tune("--nproc-per-node=1", "many.py", "--config", "mine.yaml", "fail=True")
     assert done.returncode == 1

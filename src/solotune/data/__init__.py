@@ -3,6 +3,7 @@
 from solotune.data.batch import IGNORED, Batch, Segment, accumulation_groups, collate
 from solotune.data.dataset import build_samples, dataset
 from solotune.data.files import Row
+from solotune.data.inspection import Counts, FedRow, count_samples, fed_rows
 from solotune.data.loader import Loader, make_loader
 from solotune.data.mixing import mixed
 from solotune.data.packing import best_fit
@@ -16,6 +17,8 @@ __all__ = [
     "IGNORED",
     "Batch",
     "Batching",
+    "Counts",
+    "FedRow",
     "Loader",
     "Prompt",
     "Report",
@@ -26,7 +29,9 @@ __all__ = [
     "best_fit",
     "build_samples",
     "collate",
+    "count_samples",
     "dataset",
+    "fed_rows",
     "make_loader",
     "mixed",
     "pydoc_dataset",
