@@ -248,6 +248,16 @@ def test_a_local_path_always_wins(
     assert not hub
 
 
+def test_a_path_without_its_suffix_is_not_looked_for_on_the_hub(
+    write: Write, tmp_path: Path, hub: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("data/chats.jsonl", ROW)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"=data/chats: no such file; did you mean data/chats\.js"):
+        texts("data/chats")
+    assert not hub
+
+
 def test_without_a_network_the_sentence_says_both_that_it_could_be() -> None:
     code = "from solotune.data import read_rows; list(read_rows('no-one/nothing', streaming=True))"
     done = subprocess.run(

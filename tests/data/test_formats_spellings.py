@@ -221,6 +221,29 @@ def test_roles_are_known_by_all_their_names_in_any_case(name: str, data: st.Data
     assert message["role"] in ("system", "developer", "user", "assistant", "tool")
 
 
+TURNS = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "system", "tool"]), st.text(max_size=9)),
+    min_size=1,
+    max_size=6,
+)
+SHAREGPT = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
+
+
+@given(TURNS)
+def test_every_spelling_of_a_conversation_reads_the_same(turns: list[tuple[str, str]]) -> None:
+    openai = [{"role": role, "content": text} for role, text in turns]
+    parts = [
+        {"role": role, "content": [{"type": "text", "text": c} for c in text]}
+        for role, text in turns
+    ]
+    sharegpt = [{"from": SHAREGPT[role], "value": text} for role, text in turns]
+    wanted = parse({"messages": openai})
+    assert wanted.messages == openai
+    assert parse({"messages": parts}) == wanted
+    assert parse({"conversations": sharegpt}) == wanted
+    assert parse({"messages": json.dumps(openai)}) == wanted
+
+
 @pytest.mark.parametrize(
     "content",
     [

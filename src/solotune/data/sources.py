@@ -72,13 +72,17 @@ def source_name(
 
 
 def is_hub_name(source: str | Path) -> bool:
-    """Whether `source` is `owner/name` of the Hub: a path that is there always wins."""
+    """Whether `source` is `owner/name` of the Hub: a path that is there always wins.
+
+    So does one that lacks only its suffix: `data/chats` beside data/chats.jsonl is a mistake.
+    """
     text = str(source)
     return (
         isinstance(source, str)
         and _HUB_NAME.fullmatch(text) is not None
         and data_suffix(Path(text)) not in READERS
         and not Path(text).exists()
+        and not any(Path(text).parent.glob(f"{Path(text).name}.*"))
     )
 
 
