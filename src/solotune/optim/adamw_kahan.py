@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solotune.errors import ConfigError
 from solotune.optim.compensated import Compensated, Residual
 from solotune.optim.moments import StateDtype
 
@@ -41,11 +40,6 @@ class AdamWKahan(Compensated):
         state_dtype: StateDtype = "fp32",
         seed: int = 0,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(
-                f"optimizer: lr={lr}, betas={tuple(betas)}, weight_decay={weight_decay}: rates are "
-                "0 or more, betas at least 0 and below 1"
-            )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, residual=residual, state_dtype=state_dtype, seed=seed)
 

@@ -38,6 +38,12 @@ class Compensated(Optimizer):
         state_dtype: StateDtype,
         seed: int,
     ) -> None:
+        lr, decay, betas = defaults["lr"], defaults["weight_decay"], tuple(defaults["betas"])
+        if lr < 0 or decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(
+                f"optimizer: lr={lr}, betas={betas}, weight_decay={decay}: rates are 0 or more, "
+                "betas at least 0 and below 1"
+            )
         if residual not in ("int16", "int8", "none"):
             raise ConfigError(f"optimizer.residual={residual}: use int16, int8 or none")
         if state_dtype not in ("fp32", "bf16", "int8"):

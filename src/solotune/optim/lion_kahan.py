@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from solotune.errors import ConfigError
 from solotune.optim.compensated import Compensated, Residual
 from solotune.optim.moments import StateDtype
 
@@ -35,11 +34,6 @@ class LionKahan(Compensated):
         state_dtype: StateDtype = "fp32",
         seed: int = 0,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(
-                f"optimizer: lr={lr}, betas={tuple(betas)}, weight_decay={weight_decay}: rates are "
-                "0 or more, betas at least 0 and below 1"
-            )
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, residual=residual, state_dtype=state_dtype, seed=seed)
 
