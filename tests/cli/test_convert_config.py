@@ -336,6 +336,15 @@ profiler: {_component_: torchtune.training.setup_torch_profiler, enabled: True, 
     load(find_recipe(FULL), tmp_path / "mine.yaml").check_components()
 
 
+def test_optimizers_of_torchao_are_found_where_they_are_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    theirs = THEIRS.replace("torch.optim.AdamW", "torchao.prototype.low_bit_optim.AdamW8bit")
+    mine = converted(tmp_path, theirs.replace("name: exp7", "").replace("${name}", "x"))
+    assert mine["optimizer"] == {"_component_": "torchao.optim.AdamW8bit", "lr": "2e-5"}
+    load(find_recipe(FULL), tmp_path / "mine.yaml").check_components()
+
+
 def test_a_file_is_not_overwritten_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture):
     (tmp_path / "theirs.yaml").write_text(THEIRS)
     (tmp_path / "mine.yaml").write_text("mine")

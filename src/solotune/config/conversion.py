@@ -17,6 +17,8 @@ from solotune.config.torchtune_data import converted_dataset
 from solotune.config.torchtune_recipes import FULL, recipe_kind
 from solotune.errors import ConfigError
 
+_OLD_TORCHAO = "torchao.prototype.low_bit_optim."  # where its optimizers were
+_KEPT = ("tokenizer.max_seq_len", "lr_scheduler.num_warmup_steps")  # of what is replaced
 What = Literal["kept", "renamed", "replaced", "dropped", "added", "lost"]
 
 
@@ -180,7 +182,11 @@ def _argument(
     """Put one argument of a component into `new`, or say why not."""
     node_key, _, name = key.partition(".")
     value, here = _value(node), key_here(key)
-    kept = is_ours or key in ("tokenizer.max_seq_len", "lr_scheduler.num_warmup_steps")
+    kept = (
+        is_ours
+        or node_key == "optimizer"
+        or key in ("tokenizer.max_seq_len", "lr_scheduler.num_warmup_steps")
+    )
     if key == "tokenizer.max_seq_len" and value is None:
         found.note("dropped", key, "null was no limit; here it is 2048, and rows cut are counted")
     elif key == "tokenizer.path" and isinstance(value, str):
@@ -247,10 +253,12 @@ def _tokenizer_path(found: Conversion) -> None:
 
 
 def _is_replaced(path: str) -> bool:
-    return path.startswith("torchtune.") or path == "torch.nn.CrossEntropyLoss"
+    return path.startswith(("torchtune.", _OLD_TORCHAO)) or path == "torch.nn.CrossEntropyLoss"
 
 
 def _component_name(path: str, place: str) -> str:
+    if path.startswith(_OLD_TORCHAO):
+        return f"torchao.optim.{path.removeprefix(_OLD_TORCHAO)}"
     if path == "torch.nn.CrossEntropyLoss":
         return "solotune.losses.LinearCrossEntropy"
     here = component_here(path)
