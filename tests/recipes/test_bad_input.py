@@ -174,7 +174,10 @@ MODEL_FAULTS: dict[str, tuple[Damage, str]] = {
         with_a_small_vocabulary,
         r"token 25\d is outside the model's vocabulary of 200: .*tokenizer\.path",
     ),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"holds no tokenizer\.json: set"),
+    "no tokenizer": (
+        lambda f: (f / "tokenizer.json").unlink(),
+        r"holds no tokenizer \(tokenizer\.json, .*: set",
+    ),
     "half a tokenizer": (file("tokenizer.json", "{"), r"tokenizer\.json is not JSON .*fetch the"),
     "no true tokenizer": (file("tokenizer.json", "{}"), r"tokenizer\.json cannot be used: .*fetch"),
     "half its config": (file("tokenizer_config.json", "{"), r"tokenizer_config\.json is not JSON"),
