@@ -9,6 +9,7 @@ from torch import Tensor
 
 from solotune.models import Decoder, KVCache
 
+from .families import tiny_family
 from .tiny import logits, make_batch, tiny
 
 
@@ -38,9 +39,16 @@ def test_any_way_to_cut_a_sequence_gives_the_logits_of_the_whole(pieces: tuple[i
 
 
 @pytest.mark.parametrize("prompt_by_segments", [True, False])
-def test_rows_of_different_length_decode_as_if_alone(prompt_by_segments: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "plain"), ("mistral", "a window"), ("gemma2", "low caps"), ("gemma3_text", "plain")],
+)
+def test_rows_of_different_length_decode_as_if_alone(
+    family: str, name: str, prompt_by_segments: bool
+) -> None:
     # As `generate` does: short prompts have filler behind, and go on at their own next position.
-    model = tiny()
+    # Windows are of 8 tokens.
+    model = tiny_family(family, name)
     lengths, new = (3, 9, 6), 5
     rows = [make_batch((length + new,), seed=length) for length in lengths]
     whole = [logits(model, row)[0] for row in rows]

@@ -55,6 +55,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": _NO,
     "qk_norm": _NO,
     "use_qk_norm": _NO,
+    "use_mrope": _NO,
     "num_experts": (None, 0, 1),
     "num_local_experts": (None, 0, 1),
     "attention_multiplier": (None,),
