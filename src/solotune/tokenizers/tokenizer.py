@@ -1,22 +1,20 @@
 """A tokenizer with its special tokens and chat template; which tokens are trained.
 
-Control tokens in a text are plain text unless a template wrote them. So the tokenizer that encodes
-spells its special tokens with noncharacters: what a template wrote is respelled before encoding,
-and what a user typed then matches nothing.
+Control tokens in a text are plain text unless a template wrote them: the tokenizer that encodes
+spells its special tokens otherwise (backend.py), and what a template wrote is respelled before
+encoding.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import tokenizers
-
 from solotune.config.fitting import Minimum
 from solotune.errors import CheckpointError, ConfigError, DataError
+from solotune.tokenizers.backend import build, first_ids
 from solotune.tokenizers.chat_template import (
     RESERVED,
     ChatTemplate,
@@ -26,20 +24,11 @@ from solotune.tokenizers.chat_template import (
 )
 from solotune.tokenizers.encoded import EncodedText
 from solotune.tokenizers.folder import Definition, read_definition, read_json, tokenizer_file
+from solotune.tokenizers.saving import write_folder
 from solotune.tokenizers.template_source import find_template, tokens_lacking
 
 _GUARD = "\ufde5"  # opens the respelling of a special token
 _GUARDED = re.compile(_GUARD + "[^\ufde2]*\ufde2")
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 
 
 class Tokenizer:
@@ -78,6 +67,10 @@ class Tokenizer:
         )
         definition, self.new_ids = self._define(config)
         self._is_converted = definition.is_converted
+        # transformers 5 builds this class anew, with a space before the whole text only
+        self._is_rebuilt_otherwise = str(config.get("tokenizer_class")).startswith(
+            "LlamaTokenizer"
+        ) and '"Prepend"' in json.dumps(definition.content.get("normalizer"))
         self._specials = definition.specials()
         self.rows_wanted = 1 + max((self._specials[text] for text in added_tokens), default=-1)
         self.vocab_size = 1 + max(definition.ids())
@@ -85,8 +78,7 @@ class Tokenizer:
             text: number_mark(_GUARD, token_id) for text, token_id in self._specials.items()
         }
         self._unguarded = {guard: text for text, guard in self._guards.items()}
-        self._guarded = _build(_respell(definition.content, self._guards), self.source)
-        self._check_ids(definition)
+        self._guarded = build(definition.content, self._guards, self.source)
         self._control_pattern = re.compile(
             "|".join(map(re.escape, sorted(self._specials, key=len, reverse=True)))
         )
@@ -102,12 +94,12 @@ class Tokenizer:
             config.get("add_bos_token") is True
             or (
                 config.get("add_bos_token", True)
-                and _first_ids(definition.content)[:1] == [self.bos_id]
+                and first_ids(definition.content)[:1] == [self.bos_id]
             )
         )
-        self._template_is_chosen = chat_template is not None
         self.notes: list[str] = []
         self.template = self._load_template(chat_template, config, chat_template_kwargs)
+        self._chosen_template = self.template.source if self.template and chat_template else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made again from its files where it is unpickled: in a process that tokenizes rows."""
@@ -195,38 +187,20 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the tokenizer to `folder`, with its added tokens and the template that was used.
 
-        Files are copied where they say it all. Otherwise tokenizer.json is written anew, and
-        tokenizer_config.json says that it is all there is to read.
+        Files are copied where they say it all, and transformers reads them as they are.
         """
-        for name in _FILES:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, folder / name)
-        path = folder / "tokenizer_config.json"
-        old = read_json(path)
-        config = dict(old)
+        content, settings = None, None
         if self._is_converted or self.new_ids:
             content = self._define(_tokenizer_config(self.folder))[0].content
-            text = json.dumps(content, ensure_ascii=False)
-            (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-            if "added_tokens_decoder" in config:  # transformers would believe it alone
-                config["added_tokens_decoder"] = {
-                    str(token["id"]): {key: token[key] for key in token if key != "id"}
-                    for token in content["added_tokens"]
-                }
-        if self._is_converted:
-            config |= {key: value for key, value in self._variables.items() if key not in config}
-            config |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
-            config["clean_up_tokenization_spaces"] = False
-            for key in ("legacy", "add_prefix_space", "sp_model_kwargs", "auto_map"):
-                config.pop(key, None)
-        if self._template_is_chosen and self.template is not None:
-            (folder / "chat_template.jinja").write_text(
-                self.template.source, encoding="utf-8", newline=""
-            )
-            config.pop("chat_template", None)  # two templates in one folder would contradict
-        if config != old:
-            text = json.dumps(config, indent=2, ensure_ascii=False)
-            path.write_text(text + "\n", encoding="utf-8")
+        if self._is_converted or self._is_rebuilt_otherwise:
+            settings = {**self._variables, "add_bos_token": self.adds_bos}
+        write_folder(
+            folder,
+            source=self.folder,
+            content=content,
+            settings=settings,
+            template=self._chosen_template,
+        )
 
     def check_text(self, text: str) -> None:
         """Raises DataError where `text` holds code points that cannot be encoded."""
@@ -279,16 +253,6 @@ class Tokenizer:
         definition = definition.with_added(added_tokens)
         ids = (definition.specials()[text] for text in dict.fromkeys(added_tokens))
         return definition, tuple(token_id for token_id in ids if token_id not in known)
-
-    def _check_ids(self, definition: Definition) -> None:
-        """Raise where the library numbers an added token otherwise than the file."""
-        for token in definition.content["added_tokens"]:
-            token_id = self.token_id(token["content"])
-            if token_id != token["id"]:
-                raise CheckpointError(
-                    f"{self.source}: the token {token['content']!r} gets the id {token_id} and not "
-                    f"{token['id']}, as ids are missing before it: fetch the file again"
-                )
 
     def _id_of(
         self, which: str, generation: Mapping[str, Any], published: str | None
@@ -385,50 +349,6 @@ def check_vocabulary(largest_id: int, vocab_size: int) -> None:
             "belongs to another model, or was given tokens that the model never got; set "
             "tokenizer.path, or train them with tokenizer.added_tokens"
         )
-
-
-def _respell(definition: dict[str, Any], guards: Mapping[str, str]) -> dict[str, Any]:
-    """A tokenizer.json whose special tokens are spelled as `guards` says, without post-processor.
-
-    Without the post-processor nothing is added to a text, and offsets keep the white space that
-    opens a token.
-    """
-    model = dict(definition["model"])
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {
-            guards.get(text, text): token_id for text, token_id in model["vocab"].items()
-        }
-    else:  # Unigram: [text, score] pairs
-        model["vocab"] = [[guards.get(text, text), score] for text, score in model["vocab"]]
-    if isinstance(model.get("unk_token"), str):
-        model["unk_token"] = guards.get(model["unk_token"], model["unk_token"])
-    added = [
-        token | {"content": guards.get(token["content"], token["content"])}
-        for token in definition["added_tokens"]
-    ]
-    return definition | {"model": model, "added_tokens": added, "post_processor": None}
-
-
-def _build(definition: dict[str, Any], file: Path) -> tokenizers.Tokenizer:
-    try:
-        built = tokenizers.Tokenizer.from_str(json.dumps(definition))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file} cannot be used: {error}; fetch the file again") from None
-    built.no_truncation()
-    built.no_padding()
-    return built
-
-
-def _first_ids(definition: Mapping[str, Any]) -> list[int]:
-    """The ids that the post-processor of a tokenizer.json puts before a text."""
-    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder"))
-    empty = nothing | {
-        "version": "1.0",
-        "added_tokens": [],
-        "post_processor": definition.get("post_processor"),
-        "model": {"type": "BPE", "vocab": {}, "merges": []},
-    }
-    return tokenizers.Tokenizer.from_str(json.dumps(empty)).encode("").ids
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
