@@ -19,6 +19,7 @@ from solotune.data.messages import Conversation
 from solotune.data.preview import sample_lines
 from solotune.data.report import SHOWN_FAULTS, Report
 from solotune.data.samples import count_targets, row_hash
+from solotune.data.shared_start import without_shared_start
 from solotune.errors import DataError
 from solotune.tokenizers import Rendering, Tokenizer
 
@@ -115,9 +116,10 @@ def _drafts(
             history=rules.history,
             train_on_input=rules.train_on_input,
         )
-        report.messages_not_rendered += sum(sample.not_shown for sample in samples)
-        report.reasoning_lost += sum(sample.lost_reasoning for sample in samples)
-        report.turns_without_terminator += sum(sample.ends_open for sample in samples)
+        for sample in samples:
+            report.messages_not_rendered += sample.not_shown
+            report.reasoning_lost += sample.lost_reasoning
+            report.turns_without_terminator += sample.ends_open
         # of the messages, not of the rendering: a template may write the date of today
         content_hash = row_hash(_written(content.messages))
         drafts = [
@@ -147,7 +149,7 @@ def _drafts(
         ]
     for draft in drafts:
         tokenizer.check_text(draft.rendering.text)
-    report.plain_controls += sum(len(draft.rendering.plain) for draft in drafts)
+        report.plain_controls += len(draft.rendering.plain)
     return drafts
 
 
@@ -171,12 +173,21 @@ def _encode(
     all_trained: list[np.ndarray] = [zero[:0]]
     hashes: list[int] = []
     renderings = [draft.rendering for draft in drafts]
+    trained_spans = [draft.trained for draft in drafts]
+    start: list[int] = []
+    if not any(draft.add_bos for draft in drafts):
+        start, renderings, trained_spans = without_shared_start(
+            tokenizer, renderings, trained_spans
+        )
+    untrained = np.zeros(len(start), np.uint8)
     if rules.cut:
         encodings = encode_beginnings(tokenizer, renderings, max_tokens=tokenizer.max_seq_len + 1)
     else:
         encodings = tokenizer.encode_renderings(renderings)
-    for draft, encoded in zip(drafts, encodings, strict=True):
-        ids, trained = encoded.ids, encoded.mask(draft.trained)
+    for draft, encoded, spans in zip(drafts, encodings, trained_spans, strict=True):
+        ids, trained = encoded.ids, encoded.mask(spans)
+        if start:
+            ids, trained = start + ids, np.concatenate([untrained, trained])
         if draft.add_bos and tokenizer.bos_id is not None:
             ids, trained = [tokenizer.bos_id, *ids], np.concatenate([zero, trained])
         if draft.add_eos and tokenizer.eos_id is not None:

@@ -25,6 +25,7 @@ from solotune.tokenizers.chat_template import (
 from solotune.tokenizers.encoded import EncodedText
 from solotune.tokenizers.folder import Definition, read_definition, read_json, tokenizer_file
 from solotune.tokenizers.saving import write_folder
+from solotune.tokenizers.splitting import splits_at_controls
 from solotune.tokenizers.template_source import find_template, tokens_lacking
 
 _GUARD = "\ufde5"  # opens the respelling of a special token
@@ -71,6 +72,7 @@ class Tokenizer:
         self._is_rebuilt_otherwise = str(config.get("tokenizer_class")).startswith(
             "LlamaTokenizer"
         ) and '"Prepend"' in json.dumps(definition.content.get("normalizer"))
+        self.splits_at_controls = splits_at_controls(definition.content)
         self._specials = definition.specials()
         self.rows_wanted = 1 + max((self._specials[text] for text in added_tokens), default=-1)
         self.vocab_size = 1 + max(definition.ids())
