@@ -18,6 +18,7 @@ from solotune.errors import CheckpointError
 from solotune.models import Decoder, auto
 from solotune.models.auto import FAMILIES
 from solotune.models.fields import REQUIRED
+from solotune.training import set_dtype
 
 from .families import CASES, VARIANTS, WITHOUT_EFFECT, tiny_config, tiny_family
 from .oracle import by_segment, logits_of, oracle, ten_losses
@@ -85,6 +86,24 @@ def test_ten_adamw_steps_follow_the_losses_of_transformers(family: str, tied: bo
     ours, theirs = ten_losses(model, oracle(model), batches)
     assert theirs[-1] < theirs[0] - 0.5
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@each_family
+def test_bf16_is_as_near_to_fp32_as_transformers(family: str) -> None:
+    # The same weights in all four: those that bf16 can hold.
+    model = tiny_family(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    theirs, batch = oracle(model).bfloat16(), make_batch((70,))
+    exact_SV = logits(model, batch)[0]
+    ours_SV = logits(set_dtype(model, torch.bfloat16), batch)[0]
+    theirs_SV = logits_of(theirs, batch.tokens_BS[0])
+    ours, their = (
+        float((x.float() - exact_SV).norm() / exact_SV.norm()) for x in (ours_SV, theirs_SV)
+    )
+    print(f"{family}: distance to fp32 {ours:.4f}, transformers {their:.4f}")
+    assert 0 < ours <= 1.25 * their < 0.1
 
 
 @each_case
