@@ -52,6 +52,7 @@ from solotune.training import (
     Progress,
     RunLog,
     UpdateGauge,
+    autocast_to_bf16,
     check_finite,
     check_positive,
     check_weights,
@@ -90,6 +91,7 @@ class Config:
     # memory
     device: str = "auto"  # auto: cuda, xpu, mps, cpu, the first that is there
     dtype: Literal["bf16", "fp32"] = "bf16"  # of matrices; one-dimensional parameters are fp32
+    autocast: bool = False  # fp32 weights, products and activations in bf16
     enable_activation_checkpointing: bool = True  # keep block inputs, compute the rest again
     ac_mode: Literal["full", "selective"] = "full"  # which blocks, or what of them: ac_option
     ac_option: int | Literal["op"] | None = None  # selective: every k-th block; op: keep attention
@@ -259,6 +261,7 @@ def main(cfg: Config) -> None:
     validate(cfg)
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
+    autocast = autocast_to_bf16(device, dtype=dtype, enabled=cfg.autocast)  # [num]
     set_seed(cfg.seed, deterministic=cfg.deterministic)
     resume = cfg.resume_from_checkpoint
     output_dir = pick_output_dir(
@@ -318,7 +321,7 @@ def main(cfg: Config) -> None:
     )
 
     def validate_on(batches: Loader) -> float:
-        with log.uncounted():
+        with log.uncounted(), autocast:
             val_loss = evaluate(model, loss_fn, batches, host)
         progress.count_validation(val_loss)
         log.facts(f"step {progress.step}: validation loss {val_loss:.4f}")
@@ -356,7 +359,7 @@ def main(cfg: Config) -> None:
                 break
             for group in islice(accumulation_groups(batches, accumulation), steps_left):
                 lr = set_lr(optimizer, lr_factor(progress.step + 1))
-                with memory.step(progress.step + 1, group), gauge.watching():
+                with memory.step(progress.step + 1, group), gauge.watching(), autocast:
                     loss, grad_norm = train_step(cfg, model, loss_fn, stepper, group, host)
                 progress.advance(group)
                 step, steps_left, best = progress.step, steps_left - 1, False

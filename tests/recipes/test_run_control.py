@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from solotune.training import RunLog
 
-from .conftest import ROOT, basics, differing, metrics, tune, weights
+from .conftest import ROOT, basics, change_distance, differing, metrics, tune, weights
 
 RECIPE = ROOT / "recipes" / "full_finetune_single_device.py"
 # One step an epoch, validated after each: enough of them to run out of patience.
@@ -122,3 +123,37 @@ def test_a_run_too_short_for_the_profiler_says_so(
 ) -> None:
     train(RECIPE, profiler="solotune.training.StepProfiler", max_steps_per_epoch=2)
     assert "no trace, as it needs 5 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keys", [
+    {"enable_activation_checkpointing": False},
+    {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
+])  # fmt: skip
+def test_autocast_trains_fp32_weights_by_bf16_products(train, models, keys) -> None:
+    fp32 = train(RECIPE, "fp32", **keys)
+    autocast = train(RECIPE, "autocast", autocast=True, **keys)
+    bf16 = train(RECIPE, "bf16", dtype="bf16", optimizer="solotune.optim.AdamWKahan", **keys)
+    first = [metrics(folder.parent)[0]["loss"] for folder in (fp32, autocast, bf16)]
+    assert 0 < abs(first[1] - first[0]) < 0.01 * first[0]
+    kinds = {tensor.dtype for tensor in weights(autocast).values()}
+    assert kinds == {torch.float32}
+    assert 0 < change_distance(models["untied"], fp32, autocast) < 0.2
+
+
+def test_autocast_in_every_schedule_alike(train) -> None:
+    keys = {"autocast": True, "gradient_accumulation_steps": 2}
+    plain = train(RECIPE, "plain", enable_activation_checkpointing=False, **keys)
+    for name, changes in {
+        "checkpointed": {},
+        "offloaded": {"enable_activation_offloading": True},
+        "layer-major": {"optimizer_in_bwd": True},
+    }.items():
+        assert differing(plain, train(RECIPE, name, **keys, **changes)) == []
+
+
+def test_autocast_of_bf16_weights_is_refused(
+    models, chats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = basics(models["tied"], chats, autocast=True, dtype="bf16")
+    assert tune("run", RECIPE, *words) == 1
+    assert "autocast=True has no effect on bf16 weights" in capsys.readouterr().err

@@ -83,6 +83,9 @@ class LinearCrossEntropy(nn.Module):
         """
         rows_T = batch.target_rows_T
         hidden_TD = hidden_BSD.flatten(0, 1).index_select(0, rows_T)
+        kind = hidden_TD.device.type
+        if torch.is_autocast_enabled(kind):  # does not reach products that write into a buffer
+            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(kind))
         labels_T = batch.labels_BS.flatten().index_select(0, rows_T)
         if not torch.is_grad_enabled():  # needs_input_grad does not know it
             hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
@@ -109,6 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         extras = loss.extras if wants_hidden or wants_weight else _NONE
         rows, vocab = len(hidden_TD), len(weight_VD)
+        trained_VD, weight_VD = weight_VD, weight_VD.to(hidden_TD.dtype)
         chunk_rows = loss.chunk_rows(vocab)
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         dhidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
@@ -124,8 +128,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_weight:
                 dweight_VD = _accumulate(dweight_VD, logits_NV, hidden_ND, rows > chunk_rows)
         if wants_weight and dweight_VD is None:  # a batch without a target
-            dweight_VD = torch.zeros_like(weight_VD)
-        ctx.gradients = (dhidden_TD, dweight_VD if dweight_VD is None else dweight_VD.to(weight_VD))
+            dweight_VD = torch.zeros_like(trained_VD)
+        if dweight_VD is not None:
+            dweight_VD = dweight_VD.to(trained_VD.dtype)
+        ctx.gradients = dhidden_TD, dweight_VD
         return total / num_targets
 
     @staticmethod

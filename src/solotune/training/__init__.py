@@ -9,6 +9,7 @@ from solotune.training.freezing import freeze as freeze
 from solotune.training.metric_loggers import CSVLogger as CSVLogger
 from solotune.training.metric_loggers import TensorBoardLogger as TensorBoardLogger
 from solotune.training.metric_loggers import WandBLogger as WandBLogger
+from solotune.training.precision import autocast_to_bf16 as autocast_to_bf16
 from solotune.training.precision import parameter_lines as parameter_lines
 from solotune.training.precision import pick_dtype as pick_dtype
 from solotune.training.precision import set_dtype as set_dtype

@@ -29,6 +29,17 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def autocast_to_bf16(device: torch.device, *, dtype: torch.dtype, enabled: bool) -> torch.autocast:
+    """Return what to enter around a step so that fp32 weights are multiplied in bf16.
+
+    Casts are not kept: one of all weights would be half as large as they are. Raises ConfigError
+    where weights are bf16 anyhow.
+    """
+    if enabled and dtype != torch.float32:
+        raise ConfigError("autocast=True has no effect on bf16 weights: set dtype=fp32 too")
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
 def set_dtype(model: Model, dtype: torch.dtype) -> Model:
     """Give matrices `dtype` and one-dimensional parameters fp32; returns the model.
 
