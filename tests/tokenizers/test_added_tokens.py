@@ -108,6 +108,34 @@ def test_ids_are_kept_where_the_vocabulary_has_gaps(write_tokenizer: Write, tmp_
     assert tokenizer.encode("<|im_end|>", allow_special=True) == [272]
 
 
+def test_control_tokens_that_the_file_does_not_call_special_end_turns(
+    write_tokenizer: Write, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path)
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"special": true', '"special": false'))
+    tokenizer = tokenizers.auto(folder)
+    assert tokenizer.stop_ids() == [257, 259]
+    ids = tokenizer.encode_chat(CHAT, add_generation_prompt=False)
+    assert (ids.count(258), ids.count(259)) == (2, 2)
+    assert tokenizer.decode(ids).count("<|im_end|>") == 3
+
+
+def test_an_entry_of_the_vocabulary_is_no_control_token(
+    write_tokenizer: Write, tmp_path: Path
+) -> None:
+    folder = write_base(write_tokenizer, tmp_path)
+    path = folder / "tokenizer.json"
+    definition = json.loads(path.read_text())
+    definition["model"]["vocab"] |= {"<|im_start|>": 258, "<|im_end|>": 259}
+    path.write_text(json.dumps(definition))
+    with pytest.raises(ConfigError, match=r"add them with tokenizer.added_tokens"):
+        tokenizers.auto(folder, chat_template="chatml")
+    tokenizer = tokenizers.auto(folder, chat_template="chatml", added_tokens=CHATML)
+    assert (tokenizer.new_ids, tokenizer.rows_wanted) == ((), 260)
+    assert tokenizer.encode_chat(CHAT).count(258) == 3
+
+
 def test_an_empty_token_is_refused(write_tokenizer: Write, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer.added_tokens holds an empty text"):
         tokenizers.auto(write_base(write_tokenizer, tmp_path), added_tokens=[""])

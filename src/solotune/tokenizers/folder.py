@@ -19,6 +19,10 @@ from solotune.tokenizers.tiktoken_file import tiktoken_definition
 
 # The first that is there is read; a folder may hold several, made from one another.
 KINDS = ("tokenizer.json", "tekken.json", "tokenizer.model", "qwen.tiktoken")
+# What nobody writes into a template but as a token; [INST] is text in Llama 2's.
+CONTROL = re.compile(
+    r"<\|[^<>|\s]+\|>|<\uff5c[^<>\uff5c\s]+\uff5c>|<(?:start|end)_of_turn>|</?s>|<[be]os>"
+)
 _REPAIR = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
 
 
@@ -36,8 +40,12 @@ class Definition:
         return self.file.name != "tokenizer.json"
 
     def specials(self) -> dict[str, int]:
-        """The special tokens, text to id."""
-        return {t["content"]: t["id"] for t in self.content["added_tokens"] if t["special"]}
+        """The special tokens, text to id: those that say so, and those that look like it."""
+        return {
+            token["content"]: token["id"]
+            for token in self.content["added_tokens"]
+            if token["special"] or CONTROL.fullmatch(token["content"])
+        }
 
     def ids(self) -> Iterator[int]:
         """The ids of all tokens."""

@@ -1,18 +1,12 @@
 """Which chat template a tokenizer has, and what it writes that the tokenizer has no token for."""
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from solotune.errors import CheckpointError, ConfigError, DataError
 from solotune.tokenizers.chat_template import CHATML, ChatTemplate, Message
-from solotune.tokenizers.folder import read_text
-
-# What nobody writes into a template but as a token; [INST] is text in Llama 2's.
-_CONTROL = re.compile(
-    r"<\|[^<>|\s]+\|>|<\uff5c[^<>\uff5c\s]+\uff5c>|<(?:start|end)_of_turn>|</?s>|<[be]os>"
-)
+from solotune.tokenizers.folder import CONTROL, read_text
 
 _CONVERSATION: tuple[Message, ...] = (
     {"role": "system", "content": "s"},
@@ -58,16 +52,14 @@ def find_template(
     return name, source
 
 
-def tokens_lacking(
-    template: ChatTemplate, token_id: Callable[[str], int | None]
-) -> tuple[str, ...]:
-    """The control tokens that `template` writes into a short conversation and that have no id."""
+def tokens_lacking(template: ChatTemplate, is_token: Callable[[str], bool]) -> tuple[str, ...]:
+    """The control tokens that `template` writes into a short conversation and that are none."""
     for first, last in ((0, 4), (1, 4), (1, 2)):  # a template may refuse a role
         for asks in (True, False):
             try:
                 text = template.render(_CONVERSATION[first:last], add_generation_prompt=asks)
             except DataError:
                 continue
-            written = dict.fromkeys(_CONTROL.findall(text))
-            return tuple(text for text in written if token_id(text) is None)
+            written = dict.fromkeys(CONTROL.findall(text))
+            return tuple(text for text in written if not is_token(text))
     return ()

@@ -278,6 +278,10 @@ class Tokenizer:
             self._variables[f"{which}_token"] = text
         return token_id
 
+    def _is_token(self, text: str) -> bool:
+        """Whether `text` from a template becomes one token, and not only a vocabulary's entry."""
+        return self.token_id(text) in self.encode(text, allow_special=True)
+
     def _load_template(
         self, choice: str | None, config: Mapping[str, Any], kwargs: Mapping[str, Any] | None
     ) -> ChatTemplate | None:
@@ -294,7 +298,7 @@ class Tokenizer:
             turn_enders=tuple(text for text in enders if text is not None),
             kwargs=kwargs,
         )
-        if lacking := tokens_lacking(template, self.token_id):
+        if lacking := tokens_lacking(template, self._is_token):
             repair = f"tokenizer.added_tokens=[{', '.join(lacking)}]"
             if choice is not None:
                 raise ConfigError(
