@@ -19,7 +19,6 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +32,6 @@ from solotune.data.samples import (
     SampleWriter,
     combine_hashes,
     content_hash,
-    count_targets,
 )
 from solotune.errors import DataError
 
@@ -137,25 +135,17 @@ class CacheWriter(SampleWriter):
     def __exit__(self, *_: object) -> None:
         self._remove()
 
-    def extend(
-        self,
-        tokens_T: np.ndarray,
-        trained_T: np.ndarray,
-        lengths_N: Iterable[int],
-        rows_N: Iterable[int],
-    ) -> None:
+    def _store(self, tokens: bytes, trained: bytes) -> None:
         if self._folder is None:
-            super().extend(tokens_T, trained_T, lengths_N, rows_N)
+            super()._store(tokens, trained)
             if self._may_write and len(self._trained) >= WORTH_TOKENS:
                 self._begin()
             return
         try:
-            self._write(tokens_T.tobytes(), trained_T.tobytes())
-            self._lengths.extend(lengths_N)
-            self._rows.extend(rows_N)
+            self._write(tokens, trained)
         except OSError as error:
             self._give_up(error)
-            super().extend(tokens_T, trained_T, lengths_N, rows_N)
+            super()._store(tokens, trained)
 
     def finish(
         self, *, report: Report, batching: Batching | None = None, name: str = "dataset"
@@ -224,14 +214,7 @@ class CacheWriter(SampleWriter):
     def _publish(self, report: Report, batching: Batching | None) -> SampleSet:
         """Complete the files, put them in their place and map them. Raises OSError."""
         assert self._folder is not None
-        lengths_N = np.array(self._lengths, np.int64)
-        trained_T = _mapped(self._path("trained"), _TYPES["trained"])
-        index = {
-            "lengths": lengths_N,
-            "targets": count_targets(trained_T, np.cumsum(lengths_N) - lengths_N),
-            "rows": np.array(self._rows, np.uint64),
-        }
-        del trained_T  # a file that is mapped cannot be moved on Windows
+        index = self._index()
         header: dict[str, Any] = {
             "key": self._entry.key,
             "content": combine_hashes(*self._hashes.values()),

@@ -5,7 +5,7 @@ N samples, T tokens of all samples together.
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -191,7 +191,7 @@ class SampleWriter:
 
     def __init__(self) -> None:
         self._tokens, self._trained = bytearray(), bytearray()
-        self._lengths, self._rows = array("q"), array("Q")
+        self._lengths, self._targets, self._rows = array("q"), array("q"), array("Q")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -204,41 +204,59 @@ class SampleWriter:
 
     def add(self, tokens: Sequence[int], trained: np.ndarray, row: int) -> None:
         """Append one sample; `row` is the 64-bit hash of its row."""
-        self.extend(np.array(tokens, np.int32), trained, [len(tokens)], [row])
+        ids, lengths, rows = np.array(tokens), np.array([len(tokens)]), np.array([row], np.uint64)
+        self.extend(ids, trained, lengths, rows)
 
     def extend(
         self,
         tokens_T: np.ndarray,
         trained_T: np.ndarray,
-        lengths_N: Iterable[int],
-        rows_N: Iterable[int],
+        lengths_N: np.ndarray,
+        rows_N: np.ndarray,
     ) -> None:
-        """Append the samples that follow each other in `tokens_T` (int32)."""
-        self._tokens += tokens_T.tobytes()
-        self._trained += trained_T.tobytes()
-        self._lengths.extend(lengths_N)
-        self._rows.extend(rows_N)
+        """Append the samples that follow each other in `tokens_T`."""
+        trained_T = trained_T.astype(np.uint8, copy=False)
+        self._store(tokens_T.astype(np.int32, copy=False).tobytes(), trained_T.tobytes())
+        self._lengths.extend(lengths_N.tolist())
+        self._targets.extend(count_targets(trained_T, np.cumsum(lengths_N) - lengths_N).tolist())
+        self._rows.extend(rows_N.tolist())
+
+    def _store(self, tokens: bytes, trained: bytes) -> None:
+        self._tokens += tokens
+        self._trained += trained
 
     def finish(
         self, *, report: Report, batching: Batching | None = None, name: str = "dataset"
     ) -> SampleSet:
         """The SampleSet of all samples added."""
+        index = self._index()
         return SampleSet(
             tokens_T=np.frombuffer(self._tokens, np.int32),
             trained_T=np.frombuffer(self._trained, np.uint8),
-            lengths_N=np.array(self._lengths, np.int64),
-            rows_N=np.array(self._rows, np.uint64),
+            lengths_N=index["lengths"],
+            targets_N=index["targets"],
+            rows_N=index["rows"],
             report=report,
             batching=batching,
             name=name,
         )
+
+    def _index(self) -> dict[str, np.ndarray]:
+        """One number a sample."""
+        return {
+            "lengths": np.array(self._lengths, np.int64),
+            "targets": np.array(self._targets, np.int64),
+            "rows": np.array(self._rows, np.uint64),
+        }
 
 
 def count_targets(trained_T: np.ndarray, starts_N: np.ndarray) -> np.ndarray:
     """The targets of samples one after the other: trained tokens, but the first of each."""
     if not len(starts_N):
         return np.zeros(0, np.int64)
-    return np.add.reduceat(trained_T, starts_N, dtype=np.int64) - trained_T[starts_N]
+    trained = np.cumsum(trained_T, dtype=np.int64)
+    lasts_N = np.concatenate([starts_N[1:], [len(trained_T)]]) - 1
+    return trained[lasts_N] - trained[starts_N]
 
 
 def content_hash(*arrays: np.ndarray) -> str:
