@@ -163,3 +163,14 @@ def test_ctrl_c_ends_the_workers_too_and_they_say_nothing(
     assert said.count("Traceback") == 1  # the script's own; a command prints a sentence
     assert said.rstrip().endswith("KeyboardInterrupt")
     assert in_group() == []
+
+
+def test_a_chunk_of_long_rows_holds_few_of_them() -> None:
+    def sizes(characters: int) -> list[int]:
+        turn = {"role": "user", "content": "x" * characters}
+        rows = (data.Row("row", {"messages": [turn]}) for _ in range(100))
+        return [len(chunk) for chunk in workers._chunked(rows)]
+
+    assert sizes(10) == [32, 32, 32, 4]
+    assert sizes(1 << 17) == [4] * 25
+    assert sizes(1 << 20) == [1] * 100

@@ -5,7 +5,7 @@ N samples, T tokens of all samples together.
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -291,15 +291,3 @@ def split_validation(
     if not 0 < fraction < 1:
         raise ConfigError(f"val_fraction={fraction}: use a number above 0 and below 1")
     return samples.held_out(fraction=fraction, max_rows=max_rows)
-
-
-def chunks(items: Iterator, size: int) -> Iterator[list]:
-    """Lists of `size` items, the last one shorter."""
-    chunk = []
-    for item in items:
-        chunk.append(item)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk

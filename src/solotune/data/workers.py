@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from solotune.data.files import Row
-from solotune.data.samples import chunks
 from solotune.data.tokenizing import Rules, Tokenized, tokenize_rows
 from solotune.errors import DataError
 from solotune.tokenizers import Tokenizer
@@ -32,7 +31,8 @@ _START = (
     "from solotune.data.workers import serve; serve()"
 )
 CHUNK = 256  # rows that are tokenized together
-ROWS_ALONE = 2048  # before workers start: they take about half a second to
+_CHUNK_CHARACTERS = 1 << 19  # or fewer rows: encoding takes about 270 bytes a character
+ROWS_ALONE = 4096  # before workers start: they take about half a second to
 _MOST_WORKERS = 8  # one process reads for all of them
 
 
@@ -56,16 +56,40 @@ def tokenized(
             rules = replace(rules, layout=part.layout)  # of the first row that can be read
             yield part
 
-    chunked = chunks(rows, CHUNK)
+    chunked = _chunked(rows)
     if num_workers < 2:
         yield from alone(chunked)
         return
     yield from alone(islice(chunked, ROWS_ALONE // CHUNK))
-    while rules.layout is None and (first := next(chunked, None)) is not None:
-        yield from alone(iter([first]))
-    if (first := next(chunked, None)) is not None:
-        rest = chain([first], chunked)
+    for chunk in chunked:
+        if rules.layout is None:
+            yield from alone(iter([chunk]))
+            continue
+        rest = chain([chunk], chunked)
         yield from tokenize_in_workers(tokenizer, rest, rules, num_workers=num_workers)
+
+
+def _chunked(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Lists of `CHUNK` rows, or of fewer long ones."""
+    chunk: list[Row] = []
+    characters = 0
+    for row in rows:
+        chunk.append(row)
+        characters += _characters(row.columns)
+        if len(chunk) == CHUNK or characters >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _characters(value: Any) -> int:
+    """The characters of all texts in a value of a row."""
+    if type(value) is str:
+        return len(value)
+    if type(value) is dict:
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if type(value) is list else 0
 
 
 def tokenize_in_workers(
