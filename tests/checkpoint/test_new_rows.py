@@ -52,6 +52,15 @@ def test_rows_of_padding_are_used_first(make_folder: Make) -> None:
     torch.testing.assert_close(new[310:312], old[:310].mean(0).expand(2, -1))
 
 
+def test_new_rows_that_are_not_trained_are_told(make_folder: Make) -> None:
+    folder = make_folder(tie_word_embeddings=False)
+    model = build(folder)
+    model.requires_grad_(False)
+    model.add_tokens((ROWS,), rows=ROWS + 1)
+    lines = load_weights(model, folder, device="cpu").lines()
+    assert lines[-1].endswith("the mean of the others and stay so: trainable leaves it out")
+
+
 def test_a_resumed_run_keeps_the_rows_that_it_trained(make_folder: Make) -> None:
     folder = make_folder(tie_word_embeddings=False)
     model, plain = build(folder, dtype=torch.float32), build(folder, dtype=torch.float32)

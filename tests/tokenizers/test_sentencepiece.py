@@ -1,6 +1,7 @@
 """sentencepiece models made on the spot: what is read exactly, and what is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,19 @@ def test_tokens_of_the_json_files_come_beside_the_pieces(tmp_path: Path) -> None
     assert tokenizer.token_id("<|im_end|>") == size + 7
     assert size in tokenizer.encode("a<think>b")
     assert size + 7 not in tokenizer.encode("a<|im_end|>b")
+
+
+def test_the_path_of_a_file_is_read_though_the_folder_holds_another(
+    tmp_path: Path, write_tokenizer: Callable[..., Path]
+) -> None:
+    """As `original/tokenizer.model` or `tokenizer.model.v3` is named."""
+    folder = train(write_tokenizer(tmp_path))
+    file = (folder / "tokenizer.model").rename(folder / "tokenizer.model.v3")
+    assert tokenizers.auto(folder).source.name == "tokenizer.json"
+    tokenizer = tokenizers.auto("unused", path=str(file))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    assert tokenizer.encode("the cat sat") == reference.encode("the cat sat")
+    assert tokenizer.eos_id == reference.eos_id()
 
 
 _tokenizers: dict[Path, tokenizers.Tokenizer] = {}

@@ -36,6 +36,7 @@ class LoadReport:
     seconds: float
     left_out: dict[str, int]  # parameters that are no part of the text tower, by their first name
     num_new_rows: int = 0  # of the embedding
+    trains_new_rows: bool = True
 
     def lines(self) -> list[str]:
         """Return the facts to print at start."""
@@ -49,9 +50,10 @@ class LoadReport:
                 f"left out: {_counts(self.left_out)}: only the text tower is trained and saved"
             )
         if self.num_new_rows:
+            stay = "" if self.trains_new_rows else " and stay so: trainable leaves it out"
             lines.append(
                 f"added tokens: {self.num_new_rows} rows of the embedding begin as the mean of the "
-                "others"
+                f"others{stay}"
             )
         return lines
 
@@ -120,6 +122,7 @@ def load_weights(
         seconds=time.perf_counter() - start,
         left_out=left_out,
         num_new_rows=len(new_rows),
+        trains_new_rows=model.embed_tokens.weight.requires_grad,
     )
 
 
