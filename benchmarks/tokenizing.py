@@ -199,8 +199,8 @@ def main() -> None:
         [
             conditions(f"CPU: {cpu_name()}", "tokenizers", "jinja2", "numpy"),
             f"{options.rows:,} chats, {found['first']['tokens']:,} tokens, {options.workers} "
-            f"workers and threads, medians of {options.rounds} rounds; packs of {MAX_SEQ_LEN} tokens "
-            f"are {100 * found['first']['filled']:.1f} % full.",
+            f"workers and threads, medians of {options.rounds} rounds; packs of {MAX_SEQ_LEN} "
+            f"tokens are {100 * found['first']['filled']:.1f} % full.",
             table(header, rows),
         ]
     )
