@@ -116,8 +116,9 @@ def test_a_script_without_a_main_guard_can_use_workers(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals to a process group")
-def test_ctrl_c_ends_the_workers_too_and_they_say_nothing(
-    tiny_tokenizer_dir: Path, tmp_path: Path
+@pytest.mark.parametrize("how", ["Ctrl-C", "killed"])
+def test_workers_end_with_the_process_that_runs_them_and_say_nothing(
+    tiny_tokenizer_dir: Path, tmp_path: Path, how: str
 ) -> None:
     fifo = tmp_path / "chats.jsonl"
     os.mkfifo(fifo)  # rows come for as long as the test wants
@@ -157,11 +158,20 @@ def test_ctrl_c_ends_the_workers_too_and_they_say_nothing(
     while len(in_group()) < 3 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(in_group()) >= 3
-    os.killpg(group, signal.SIGINT)
+    if how == "killed":
+        process.kill()
+    else:
+        os.killpg(group, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     stop.set()
-    assert said.count("Traceback") == 1  # the script's own; a command prints a sentence
-    assert said.rstrip().endswith("KeyboardInterrupt")
+    if how == "Ctrl-C":  # the script's own; a command prints a sentence
+        assert said.count("Traceback") == 1
+        assert said.rstrip().endswith("KeyboardInterrupt")
+        assert in_group() == []
+    else:
+        assert said == ""
+    while in_group() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert in_group() == []
 
 

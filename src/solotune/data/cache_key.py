@@ -17,6 +17,7 @@ from solotune.tokenizers import Tokenizer
 
 _PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pyarrow", "datasets")
 _NOT_OF_TOKENIZERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
+_LARGEST_TOKENIZER = 128 << 20  # bytes of one file
 
 
 def cache_key(
@@ -34,7 +35,7 @@ def cache_key(
         "tokenizer": [
             type(tokenizer).__qualname__,
             tokenizer.made_with,
-            *(file_identity(path) for path in _tokenizer_files(tokenizer.folder)),
+            *_tokenizer_files(tokenizer.folder),
         ],
         "template": template and [template.source, template.variables],
         "version": _version(),
@@ -49,13 +50,20 @@ def file_identity(path: Path) -> list[str]:
     return [str(path), file_hash(path).hexdigest()]
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a model folder but weights: which a tokenizer reads is its own affair."""
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix not in _NOT_OF_TOKENIZERS
-    ]
+def _tokenizer_files(folder: Path) -> list[list[Any]]:
+    """The files of a model folder but weights: which a tokenizer reads is its own affair.
+
+    Those that are too large for one stand with size and date.
+    """
+    found: list[list[Any]] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix not in _NOT_OF_TOKENIZERS:
+            stat = path.stat()
+            small = stat.st_size <= _LARGEST_TOKENIZER
+            found.append(
+                file_identity(path) if small else [str(path), stat.st_size, stat.st_mtime_ns]
+            )
+    return found
 
 
 @cache
