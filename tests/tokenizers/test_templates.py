@@ -206,6 +206,28 @@ def test_trained_spans_decode_to_what_the_assistant_says_and_its_terminators(
     assert samples[-1].rendering.text == template.render(messages)
 
 
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir: Path) -> Tokenizer:
+    """The tokenizer of real weights."""
+    return tokenizers.auto(smollm2_dir)
+
+
+# its vocabulary lacks some control characters
+written = st.text(st.characters(exclude_categories=("Cc", "Cs", "Cn")), max_size=20)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs=st.lists(st.tuples(written, written | repeated), min_size=1, max_size=3))
+def test_trained_spans_decode_alike_with_the_tokenizer_of_real_weights(
+    pairs: list[tuple[str, str]], smollm2: Tokenizer
+) -> None:
+    """White space that opens an answer may be merged with the line break of the header."""
+    pairs = [(question, answer.lstrip() or "ok") for question, answer in pairs]
+    messages = [made for question, answer in pairs for made in (user(question), assistant(answer))]
+    runs = trained(smollm2, samples_of(smollm2, messages))
+    assert runs == [answer + "<|im_end|>" for _, answer in pairs]
+
+
 PARTS_OF_TEXTS = st.sampled_from(
     [
         *("<think>", "</think>", "<tool_response>", "</tool_response>", "<|channel>", "<channel|>"),
