@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from solotune.errors import DataError
 from solotune.tokenizers import ChatTemplate
-from solotune.tokenizers.traced_text import Leaf, Path, Traced, joined, to_json
+from solotune.tokenizers.traced_text import Leaf, Path, Traced, joined, pieces_of, to_json
 
 short = st.text(" \nab</>", max_size=8)
 CALLS: list[tuple[str, tuple[Any, ...]]] = [
@@ -45,8 +46,8 @@ def test_methods_return_what_those_of_str_return(
                 return
             result, wanted = result[-1], wanted[-1]
         if isinstance(result, Traced):
-            assert "".join(result.pieces) == wanted
-            for leaf in result.pieces:
+            assert "".join(pieces_of(result)) == wanted
+            for leaf in pieces_of(result):
                 if isinstance(leaf, Leaf) and leaf.offset is not None:
                     whole = parts[leaf.source][0]
                     assert whole[leaf.offset : leaf.offset + len(leaf)] == "".join((leaf,))
@@ -80,7 +81,7 @@ def test_steps_lead_from_the_source_text_to_the_leaf_where_the_checks_hold(
     if not isinstance(result, Traced):
         assert replayed == result
     else:
-        (leaf,) = result.pieces
+        (leaf,) = pieces_of(result)
         assert isinstance(leaf, Leaf)
         assert value(leaf.steps) == replayed
 
@@ -90,7 +91,7 @@ def test_json_of_a_traced_value_is_one_leaf_and_that_of_json() -> None:
     text = to_json(value, indent=2)
     assert text == json.dumps({"a": ['x"y', 1]}, indent=2)
     assert isinstance(text, Traced)
-    assert [leaf.source for leaf in text.pieces if isinstance(leaf, Leaf)] == [3]
+    assert [leaf.source for leaf in pieces_of(text) if isinstance(leaf, Leaf)] == [3]
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,32 @@ def test_a_template_that_can_look_at_a_text_unnoticed_is_run_for_each_conversati
         asked = [{"role": "user", "content": text}]
         assert template.render_turns(asked).text == template.render(asked)
     assert template._plans == {}
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "messages[0].content._path",
+        "messages[0].content._pieces",
+        "messages[0].content.path.note(messages[0].content, '{0.__class__}'.format)",
+        "tools[0]._origin",
+        "tools[0].items.__self__",
+    ],
+)
+def test_a_template_sees_nothing_of_the_tracing(expression: str) -> None:
+    template = ChatTemplate("{{ " + expression + " }}{{ messages[0].content }}")
+    try:
+        text = template.render_turns([{"role": "user", "content": "q"}], tools=[{"name": "f"}]).text
+    except DataError as error:
+        assert "undefined" in str(error) or "no attribute" in str(error) or "unsafe" in str(error)  # noqa: PT017
+    else:
+        assert text == "q"
+
+
+def test_keys_of_tools_and_calls_are_not_taken_for_attributes() -> None:
+    template = ChatTemplate(
+        "{{ tools[0].path }} {{ messages[0].tool_calls[0].function.arguments.source }}"
+    )
+    call = {"function": {"name": "f", "arguments": {"source": "there", "path": "x"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert template.render_turns(messages, tools=[{"path": "here"}]).text == "here there"

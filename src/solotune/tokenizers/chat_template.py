@@ -26,7 +26,7 @@ from solotune.tokenizers.message_form import (
 )
 from solotune.tokenizers.rendering_plan import RenderingPlan
 from solotune.tokenizers.template_environment import make_environment, notes_all
-from solotune.tokenizers.traced_text import Leaf, Path, Traced
+from solotune.tokenizers.traced_text import Leaf, Path, pieces_of
 from solotune.tokenizers.turn_edges import Markers, common_length
 from solotune.tokenizers.turns import Rendering, Source, Turn, kept_turn, locate
 
@@ -215,7 +215,7 @@ class ChatTemplate:
         traced = [trace_message(one, k, sources, path) for k, one in enumerate(messages)]
         traced_tools = None if tools is None else trace(tools, -1, "other", sources, path)
         rendered = self._run(self._formed(traced), traced_tools, add_generation_prompt)
-        pieces = rendered.pieces if isinstance(rendered, Traced) else (rendered,)
+        pieces = pieces_of(rendered)
         plain = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         if "".join(pieces) != plain:
             raise DataError(

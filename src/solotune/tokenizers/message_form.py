@@ -11,7 +11,15 @@ from itertools import product
 from typing import Any
 
 from solotune.errors import DataError
-from solotune.tokenizers.traced_text import Leaf, Path, Traced, TracedDict, to_json
+from solotune.tokenizers.traced_text import (
+    Leaf,
+    Path,
+    Traced,
+    alike,
+    pieces_of,
+    to_json,
+    traced_dict,
+)
 from solotune.tokenizers.turns import Source
 
 Message = dict[str, Any]
@@ -58,8 +66,8 @@ class MessageForm:
         if self.arguments_as_text and not isinstance(function["arguments"], str):
             function["arguments"] = to_json(function["arguments"])
         if self.flat_calls:
-            return _like(call["function"], function)
-        return _like(call, {"type": "function", **call, "function": function})
+            return alike(call["function"], function)
+        return alike(call, {"type": "function", **call, "function": function})
 
 
 def find_form(render: Callable[[Sequence[Message]], str]) -> MessageForm:
@@ -138,8 +146,7 @@ def trace(value: Any, message: int, kind: str, sources: list[Source], path: Path
         return Traced.of((Leaf.of(value, len(sources) - 1),), path)
     if isinstance(value, Mapping):
         sources.append(Source(message, kind, ""))
-        made = TracedDict()
-        made.source, made.path = len(sources) - 1, path
+        made = traced_dict({}, len(sources) - 1, path)
         for key, item in value.items():
             plain = key in ("type", "role")  # templates compare them; no text of anybody
             name = trace(key, message, kind, sources, path) if isinstance(key, str) else key
@@ -154,15 +161,7 @@ def _trace_call(
     call: Mapping[str, Any], number: int, sources: list[Source], path: Path
 ) -> Mapping[str, Any]:
     traced = trace(call, number, "argument", sources, path)
-    name = traced["function"]["name"].pieces[0].source
-    sources[name] = sources[name]._replace(kind="call")
+    (name,) = pieces_of(traced["function"]["name"])
+    assert isinstance(name, Leaf)
+    sources[name.source] = sources[name.source]._replace(kind="call")
     return traced
-
-
-def _like(original: Mapping[str, Any], changed: dict[str, Any]) -> Mapping[str, Any]:
-    """`changed`, of one source where `original` is."""
-    if not isinstance(original, TracedDict):
-        return changed
-    made = TracedDict(changed)
-    made.source, made.path = original.source, original.path
-    return made

@@ -71,11 +71,11 @@ class RenderingPlan:
             starts.append(starts[-1] + len(piece))
 
         def place(position: int) -> Place:
-            for number, piece in enumerate(merged):
-                if not isinstance(piece, Leaf) and starts[number] <= position <= starts[number + 1]:
-                    return number, position - starts[number]
-            # inside a text: a check holds that it begins alike, up to here
             number = bisect(starts, position) - 1
+            ends_literal = number > 0 and starts[number] == position
+            if ends_literal and not isinstance(merged[number - 1], Leaf):
+                number -= 1
+            # else in a literal, or inside a text of which a check holds that it begins alike
             return number, position - starts[number]
 
         self._turns = [

@@ -11,7 +11,15 @@ from jinja2.filters import do_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import Markup
 
-from solotune.tokenizers.traced_text import CLOSE, OPEN, Traced, joined, to_json
+from solotune.tokenizers.traced_text import (
+    CLOSE,
+    OPEN,
+    Traced,
+    joined,
+    path_of,
+    pieces_of,
+    to_json,
+)
 
 # Filters that look at a text through its own methods only, so that a Path notes all they ask.
 _NOTED_FILTERS = frozenset(
@@ -49,8 +57,7 @@ class _Generation(jinja2.ext.Extension):
 
     def _block(self, caller: Any) -> str:
         body = caller()
-        inner = body.pieces if isinstance(body, Traced) else (body,)
-        return Traced.of((OPEN, *inner, CLOSE), body.path if isinstance(body, Traced) else None)
+        return Traced.of((OPEN, *pieces_of(body), CLOSE), path_of(body))
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:

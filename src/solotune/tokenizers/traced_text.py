@@ -93,36 +93,39 @@ def count_parts(text: str, separator: str, most: int = -1) -> int:
 
 
 class Traced(str):
-    """A text with its pieces. `path` is None for one that holds no leaf but edges of blocks."""
+    """A text with its pieces. The path is None for one that holds no leaf but edges of blocks.
 
-    __slots__ = ("path", "pieces")
-    pieces: tuple[str, ...]
-    path: Path | None
+    The sandbox hides names that start with an underscore from templates.
+    """
+
+    __slots__ = ("_path", "_pieces")
+    _pieces: tuple[str, ...]
+    _path: Path | None
 
     @classmethod
     def of(cls, pieces: Iterable[str], path: Path | None) -> "Traced":
         """The text of `pieces`, of which the empty literal ones are left out."""
         kept = tuple(piece for piece in pieces if piece or type(piece) is Leaf)
         text = str.__new__(cls, "".join(kept))
-        text.pieces, text.path = kept, path
+        text._pieces, text._path = kept, path
         return text
 
     def _close(self) -> None:
-        if self.path is not None:
-            self.path.closed = True
+        if self._path is not None:
+            self._path.closed = True
 
     @property
     def _only(self) -> Leaf | None:
         """The leaf that this text is, or None where it is more than one leaf."""
-        if len(self.pieces) == 1 and type(leaf := self.pieces[0]) is Leaf and leaf.source >= 0:
+        if len(self._pieces) == 1 and type(leaf := self._pieces[0]) is Leaf and leaf.source >= 0:
             return leaf
         return None
 
     def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
         leaf = self._only
         plain = not any(isinstance(argument, Traced) for argument in args)
-        if leaf is not None and self.path is not None and plain:
-            return self.path.note(leaf, question, *args)
+        if leaf is not None and self._path is not None and plain:
+            return self._path.note(leaf, question, *args)
         self._close()
         return question("".join((self,)), *args)
 
@@ -133,7 +136,7 @@ class Traced(str):
         if leaf is None:
             self._close()
             return result
-        return Traced.of((leaf.after(Step(method, args), result),), self.path)
+        return Traced.of((leaf.after(Step(method, args), result),), self._path)
 
     def __str__(self) -> str:
         return self
@@ -149,10 +152,10 @@ class Traced(str):
         return joined((other, self))
 
     def __bool__(self) -> bool:
-        if any(type(piece) is not Leaf for piece in self.pieces):
+        if any(type(piece) is not Leaf for piece in self._pieces):
             return True
-        leaves = [piece for piece in self.pieces if isinstance(piece, Leaf) and piece.source >= 0]
-        return self.path is not None and any(self.path.note(leaf, bool) for leaf in leaves)
+        leaves = [piece for piece in self._pieces if isinstance(piece, Leaf) and piece.source >= 0]
+        return self._path is not None and any(self._path.note(leaf, bool) for leaf in leaves)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, str):
@@ -167,20 +170,20 @@ class Traced(str):
         return str.__hash__(self)
 
     def __contains__(self, part: object) -> bool:
-        if any(type(piece) is not Leaf and part in piece for piece in self.pieces):  # type: ignore[operator]
+        if any(type(piece) is not Leaf and part in piece for piece in self._pieces):  # type: ignore[operator]
             return True
         return self._ask(operator.contains, part)
 
     def startswith(self, prefix: Any, *args: Any) -> bool:
         """As `str.startswith`."""
-        first = self.pieces[0] if self.pieces else ""
+        first = self._pieces[0] if self._pieces else ""
         if type(first) is not Leaf and isinstance(prefix, str) and len(prefix) <= len(first):
             return first.startswith(prefix, *args)
         return self._ask(str.startswith, prefix, *args)
 
     def endswith(self, suffix: Any, *args: Any) -> bool:
         """As `str.endswith`."""
-        last = self.pieces[-1] if self.pieces else ""
+        last = self._pieces[-1] if self._pieces else ""
         if type(last) is not Leaf and isinstance(suffix, str) and len(suffix) <= len(last):
             return last.endswith(suffix, *args)
         return self._ask(str.endswith, suffix, *args)
@@ -189,19 +192,19 @@ class Traced(str):
         """As `str.strip`."""
         if self._only is not None:
             return self._step("strip", chars)
-        return Traced.of(self._stripped("lstrip", chars), self.path).rstrip(chars)
+        return Traced.of(self._stripped("lstrip", chars), self._path).rstrip(chars)
 
     def lstrip(self, chars: str | None = None, /) -> str:
         """As `str.lstrip`."""
-        return Traced.of(self._stripped("lstrip", chars), self.path)
+        return Traced.of(self._stripped("lstrip", chars), self._path)
 
     def rstrip(self, chars: str | None = None, /) -> str:
         """As `str.rstrip`."""
-        return Traced.of(self._stripped("rstrip", chars), self.path)
+        return Traced.of(self._stripped("rstrip", chars), self._path)
 
     def _stripped(self, method: str, chars: str | None) -> list[str]:
         """The pieces after stripping one end, piece by piece until one is left there."""
-        pieces = list(self.pieces)
+        pieces = list(self._pieces)
         end = 0 if method == "lstrip" else -1
         while pieces:
             piece = pieces[end]
@@ -210,8 +213,8 @@ class Traced(str):
                 rest = piece.after(Step(method, (chars,)), rest)
                 if len(pieces) == 1:
                     return [rest]
-                if self.path is not None and piece.source >= 0:
-                    self.path.note(rest, bool)
+                if self._path is not None and piece.source >= 0:
+                    self._path.note(rest, bool)
             if rest:
                 pieces[end] = rest
                 break
@@ -225,7 +228,7 @@ class Traced(str):
         if separator is None:
             self._close()
             return parts
-        if leaf is None or self.path is None:
+        if leaf is None or self._path is None:
             self._close()
             starts = [0]
             for part in parts:
@@ -233,12 +236,12 @@ class Traced(str):
             return [
                 self[start : start + len(part)] for start, part in zip(starts, parts, strict=False)
             ]
-        self.path.note(leaf, count_parts, separator, most)
+        self._path.note(leaf, count_parts, separator, most)
         made: list[str] = []
         for item, part in enumerate(parts):
             one = leaf.after(Step("split", (separator, most), item), part)
-            self.path.note(one.after(Step("strip", ()), part.strip()), bool)
-            made.append(Traced.of((one,), self.path))
+            self._path.note(one.after(Step("strip", ()), part.strip()), bool)
+            made.append(Traced.of((one,), self._path))
         return made
 
     def replace(self, old: str, new: str, count: int = -1, /) -> str:  # type: ignore[override]
@@ -256,7 +259,7 @@ class Traced(str):
         if stride != 1:
             return str.__getitem__(self, key)
         taken: list[str] = []
-        for piece in self.pieces:
+        for piece in self._pieces:
             part = str.__getitem__(piece, slice(max(start, 0), max(stop, 0)))
             if isinstance(piece, Leaf):
                 offset = None if piece.offset is None else piece.offset + max(start, 0)
@@ -264,7 +267,7 @@ class Traced(str):
             if part:
                 taken.append(part)
             start, stop = start - len(piece), stop - len(piece)
-        return Traced.of(taken, self.path)
+        return Traced.of(taken, self._path)
 
 
 def _stepping(name: str) -> Callable[..., Any]:
@@ -293,11 +296,35 @@ for _name in (
 
 
 class TracedDict(dict):
-    """A mapping of one source, so that its JSON text is traced too."""
+    """A mapping of one source, so that its JSON text is traced too.
 
-    __slots__ = ("path", "source")
-    path: Path
-    source: int
+    It has no attributes that a template could take for its keys.
+    """
+
+    __slots__ = ("_origin",)
+    _origin: tuple[int, Path]
+
+
+def traced_dict(items: dict[Any, Any], source: int, path: Path) -> TracedDict:
+    """`items`, of the source with this number."""
+    made = TracedDict(items)
+    made._origin = (source, path)
+    return made
+
+
+def alike(original: Any, items: dict[Any, Any]) -> dict[Any, Any]:
+    """`items`, of one source where `original` is."""
+    return traced_dict(items, *original._origin) if isinstance(original, TracedDict) else items
+
+
+def pieces_of(text: str) -> tuple[str, ...]:
+    """The pieces of a text: one where it is not traced."""
+    return text._pieces if isinstance(text, Traced) else (text,)
+
+
+def path_of(text: str) -> Path | None:
+    """The path of a traced text."""
+    return text._path if isinstance(text, Traced) else None
 
 
 def joined(parts: Iterable[str]) -> str:
@@ -306,12 +333,12 @@ def joined(parts: Iterable[str]) -> str:
     path, traced = None, False
     for part in parts:
         if type(part) is Traced:
-            path, traced = path or part.path, True
+            path, traced = path or part._path, True
     if not traced:
         return "".join(parts)
     pieces: list[str] = []
     for part in parts:
-        pieces.extend(part.pieces if type(part) is Traced else (part,))
+        pieces.extend(part._pieces if type(part) is Traced else (part,))
     return Traced.of(pieces, path)
 
 
@@ -334,10 +361,10 @@ def to_json(
 def _origin(value: Any) -> tuple[int, Path | None] | None:
     """The source of the first traced part of a value, and its path."""
     if isinstance(value, TracedDict):
-        return value.source, value.path
+        return value._origin
     if isinstance(value, Traced):
-        leaf = next((piece for piece in value.pieces if isinstance(piece, Leaf)), None)
-        return None if leaf is None else (leaf.source, value.path)
+        leaf = next((piece for piece in value._pieces if isinstance(piece, Leaf)), None)
+        return None if leaf is None else (leaf.source, value._path)
     inner: Sequence[Any] = ()
     if isinstance(value, dict):
         inner = list(value.values())
