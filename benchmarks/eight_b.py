@@ -25,9 +25,9 @@ from figures import GIB, conditions, cpu_name, table, write_figures
 from random_model import RandomTensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from solotune.checkpoint.stored import stored_weights
 from solotune.checkpoint.safetensors_file import SourceTensor
 from solotune.checkpoint.save import write_json, write_weights
+from solotune.checkpoint.stored import stored_weights
 from solotune.models.llama import llama, llama3_1_8b
 
 SAMPLING_SECONDS = 0.2
