@@ -12,6 +12,7 @@ import importlib.util
 import json
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +140,7 @@ class StepLogger(MetricLoggerInterface):
     def log(self, name: str, data: object, step: int) -> None:
         pass
 
-    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
         self.steps.step(
             step,
             loss=float(payload["loss"]),

@@ -229,7 +229,8 @@ class Component:
                     for name in ("lr", "weight_decay"):  # torchao takes any
                         if isinstance(rate := self.arguments.get(name), int | float) and rate < 0:
                             return [f"{self.key}.{name}={rate}: use 0 or more"]
-                    self.build([torch.nn.Parameter(torch.zeros(2, 2))])
+                    # bf16: an option for bf16 weights may be refused on others
+                    self.build([torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))])
         except ConfigError as error:
             return [str(error)]
         return []
