@@ -312,6 +312,7 @@ OPTIMIZERS: dict[str, dict[str, object]] = {
     "bitsandbytes.optim.PagedAdamW8bit": {},
     "bitsandbytes.optim.Lion8bit": {},
     "solotune.optim.AdamWKahan": {"optimizer.weight_decay": 0.1},
+    "solotune.optim.LionKahan": {"optimizer.residual": "int8", "optimizer.state_dtype": "int8"},
     "torchao.optim.AdamW8bit": {"optimizer.bf16_stochastic_round": True},
 }
 SLOW = {"torchao.optim.AdamW8bit"}  # compiles

@@ -20,6 +20,9 @@ class Stepper:
     def __init__(self, optimizer: Optimizer, home: StateHome | None = None) -> None:
         self.optimizer = optimizer
         self.home = home
+        self._group_of = {
+            p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
         self._after: dict[nn.Parameter, nn.Parameter] = {}  # who stepped next, last time
         self._last: nn.Parameter | None = None
         self._told = False
@@ -28,12 +31,12 @@ class Stepper:
         """Step those of `parameters` that have a gradient; gradients stay."""
         ready = [p for p in parameters if p.grad is not None]
         if self.home is None:
-            _step_only(self.optimizer, ready)
+            self._step_only(ready)
             return
         for parameter in ready:
             self._remember(parameter)
             with self.home.on_device(parameter, then=self._after.get(parameter)):
-                _step_only(self.optimizer, [parameter])
+                self._step_only([parameter])
 
     def keep(self, parameter: nn.Parameter) -> None:
         """Move state that was just restored to where it lives."""
@@ -57,33 +60,34 @@ class Stepper:
         if self.home is not None:
             self.home.close()
 
+    def _step_only(self, parameters: list[nn.Parameter]) -> None:
+        optimizer = self.optimizer
+        if hasattr(optimizer, "update_step") and hasattr(optimizer, "prefetch_state"):
+            _step_bitsandbytes(optimizer, parameters)
+            return
+        with self._groups_of(parameters):
+            optimizer.step()
+
+    @contextmanager
+    def _groups_of(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Narrow the groups to `parameters`: a step of one must not walk past all the others."""
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        for parameter in parameters:
+            groups[self._group_of[parameter]]["params"].append(parameter)
+        try:
+            yield
+        finally:
+            for group, members in zip(groups, whole, strict=True):
+                group["params"] = members
+
     def _remember(self, parameter: nn.Parameter) -> None:
         """Learn the order of steps: it is the same each time, and tells what to fetch next."""
         if self._last is not None:
             self._after[self._last] = parameter
         self._last = parameter
-
-
-def _step_only(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-    if hasattr(optimizer, "update_step") and hasattr(optimizer, "prefetch_state"):
-        _step_bitsandbytes(optimizer, parameters)
-        return
-    with _groups_of(optimizer, parameters):
-        optimizer.step()
-
-
-@contextmanager
-def _groups_of(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Narrow the groups to `parameters`, so that a step does not walk past all the others."""
-    wanted = set(parameters)
-    whole = [group["params"] for group in optimizer.param_groups]
-    try:
-        for group, members in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = [p for p in members if p in wanted]
-        yield
-    finally:
-        for group, members in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = members
 
 
 def _step_bitsandbytes(optimizer: Any, parameters: list[nn.Parameter]) -> None:
