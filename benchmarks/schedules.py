@@ -60,7 +60,8 @@ def main() -> None:
     header = ["schedule", "plain step", "step", "ratio", "all rounds", "at most"]
     text = (
         f"{conditions(where, 'torch')}  \n{name}, bf16, {work.batch_size} x {work.max_seq_len} "
-        f"tokens a micro-batch, {options.pairs} pairs of trainers, {options.rounds} rounds each.\n\n{table(header, rows)}"
+        f"tokens a micro-batch, {options.pairs} pairs of trainers, {options.rounds} rounds each."
+        f"\n\n{table(header, rows)}"
     )
     print(f"\n{text}")
     if options.out:
@@ -70,7 +71,7 @@ def main() -> None:
 def compare(
     work: Work, random: RandomTensors, plain: Way, other: Way, rounds: int, *, swapped: bool
 ) -> list[tuple[float, float]]:
-    """Return the seconds of both ways' steps, round by round; `swapped`: the other is made first."""
+    """Return the seconds of both ways' steps by round; `swapped`: the other is made first."""
     made = [Trainer(work, random, way) for way in ((other, plain) if swapped else (plain, other))]
     trainers = made[::-1] if swapped else made
     device = trainers[0].model.device
