@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, way: str, *, lr: float, decay: float, s
             "gradient_accumulation_steps": 1,
             "epochs": 1,
             "max_steps_per_epoch": options.steps,
-            "run_val_every_n_steps": max(1, options.steps // 4),
+            "run_val_every_n_steps": options.steps,
             "keep_last_n_checkpoints": 1,
             "seed": seed,
             **WAYS[way],
