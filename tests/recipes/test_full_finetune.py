@@ -21,7 +21,8 @@ from solotune.models import auto
 from .conftest import ROOT, basics, differing, metrics, tune, weights
 
 RECIPE = ROOT / "recipes" / "full_finetune_single_device.py"
-TIMES = ("tokens_per_second", "seconds_per_step", "peak_memory_gib")
+# What differs from run to run, and what a resumed run knows from its second step on.
+TIMES = ("tokens_per_second", "seconds_per_step", "peak_memory_gib", "updates_lost")
 
 
 @pytest.fixture(scope="session")
