@@ -142,6 +142,17 @@ def nested(recipe: Path):
     sys.modules.pop("beside_nested", None)
 
 
+def test_a_loss_that_does_not_take_what_the_model_needs_is_refused(recipe: Path):
+    (recipe.parent / "beside_loss.py").write_text("def loss(*, chunk=1):\n    return chunk\n")
+    words = ("output_dir=x", "optimizer=torch.optim.SGD", "dataset=a.csv")
+    permissions = load(recipe, None, words).values["optimizer"].permissions
+    mine = Component("beside_loss.loss", key="loss", permissions=permissions)
+    assert mine.build(soft_cap=None) == 1
+    with pytest.raises(ConfigError, match=r"loss: the model needs soft_cap=30\.0, which beside_l"):
+        mine.build(soft_cap=30.0)
+    sys.modules.pop("beside_loss", None)
+
+
 def test_nested_components_are_checked_and_built(nested):
     word = "optimizer.inner={_component_: beside_nested.inner, size: x, namee: y}"
     assert nested(word).check() == [

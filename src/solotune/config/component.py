@@ -240,7 +240,8 @@ class Component:
 
         An offered keyword is passed where the target has a parameter of that name and the config
         leaves it open. A component in the arguments that begins with the same parameter as this one
-        (the tokenizer, of a mixture's data sets) is given the same.
+        (the tokenizer, of a mixture's data sets) is given the same. Raises ConfigError where a loss
+        does not take what a model asks of it (a soft cap of its logits).
         """
         target = self.target
         signature = _signature(target)
@@ -255,6 +256,11 @@ class Component:
         for name, value in offered.items():
             if name in signature.parameters:
                 keywords.setdefault(name, value)
+            elif self.key == "loss" and value is not None:
+                raise ConfigError(
+                    f"loss: the model needs {name}={value}, which {self.path} does not take: give "
+                    f"it a parameter {name}, or use solotune.losses.LinearCrossEntropy"
+                )
         try:
             signature.bind(*args, **keywords)
         except TypeError as error:
