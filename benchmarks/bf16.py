@@ -65,12 +65,14 @@ def main() -> None:
     add("--folder", type=Path, default=Path("runs/bf16"), help="where the runs are kept")
     add("--steps", type=int, default=200)
     add("--seeds", type=int, nargs="+", default=[42])
+    add("--rates", type=float, nargs="+", default=[1e-5, 5e-5], help="1e-5, 5e-5 or both")
     add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     add("--out", type=Path, help="Markdown page whose figures are replaced; a picture beside it")
     options = parser.parse_args()
 
     settings = [(1e-5, 0.01, way) for way in options.ways]
     settings += [(5e-5, 0.1, way) for way in LARGER if way in options.ways]
+    settings = [setting for setting in settings if setting[0] in options.rates]
     results = {}
     for seed in options.seeds:
         for lr, decay, way in settings:
