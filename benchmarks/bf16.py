@@ -25,9 +25,15 @@ KAHAN = "solotune.optim.AdamWKahan"
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "fp32", "optimizer": "torch.optim.AdamW", "optimizer.fused": True},
     "bf16, fp32 master (residual int16)": {"optimizer": KAHAN},
+    "bf16, the same without dither": {"optimizer": KAHAN, "optimizer.dither": False},
     "bf16 plain AdamW": {"optimizer": "torch.optim.AdamW", "optimizer.fused": True},
     "bf16 stochastic rounding, fp32 moments": {"optimizer": KAHAN, "optimizer.residual": "none"},
     "bf16, residual int8": {"optimizer": KAHAN, "optimizer.residual": "int8"},
+    "bf16, residual int8 without dither": {
+        "optimizer": KAHAN,
+        "optimizer.residual": "int8",
+        "optimizer.dither": False,
+    },
     "bf16, residual and moments int8": {
         "optimizer": KAHAN,
         "optimizer.residual": "int8",

@@ -125,7 +125,8 @@ def train(kind: Kind, steps: int, *, seed: int, **settings: Any) -> Tensor:
     torch.manual_seed(seed)
     parameter = nn.Parameter(start().to(kind.dtype))
     keyed = isinstance(kind.make, partial) and kind.make.func in (AdamWKahan, LionKahan)
-    optimizer = kind.make([parameter], **settings, **({"seed": seed} if keyed else {}))
+    ours = {"seed": seed, "dither": False} if keyed else {}  # from where the reference starts
+    optimizer = kind.make([parameter], **settings, **ours)
     for grad in gradients(steps):
         parameter.grad = grad.to(kind.dtype)
         optimizer.step()

@@ -64,7 +64,7 @@ def master(optimizer: Any, parameter: Tensor) -> Tensor:
 
 def train(optimizer: type, steps: int, **settings: Any) -> tuple[Any, Tensor]:
     parameter = nn.Parameter(start())
-    stepping = optimizer([parameter], **settings)
+    stepping = optimizer([parameter], dither=False, **settings)
     for grad in gradients(steps):
         parameter.grad = grad
         stepping.step()
@@ -103,7 +103,7 @@ def test_the_weight_change_of_300_small_steps_is_that_of_float64(
 def test_weight_decay_arrives_where_no_gradient_does(residual: Residual) -> None:
     # 1000 steps of 5e-6 of the weight: 0.5 %, and a bf16 step is 0.4 to 0.8 %.
     parameter = nn.Parameter(start())
-    optimizer = AdamWKahan([parameter], lr=5e-5, weight_decay=0.1, residual=residual)
+    optimizer = AdamWKahan([parameter], lr=5e-5, weight_decay=0.1, residual=residual, dither=False)
     parameter.grad = torch.zeros_like(parameter)
     for _ in range(1000):
         optimizer.step()
@@ -233,3 +233,27 @@ def test_a_format_that_is_none_is_refused_by_name(settings: dict[str, Any]) -> N
 def test_a_residual_without_bf16_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="residual=int8 has no effect: no weight is bf16"):
         AdamWKahan([nn.Parameter(torch.ones(2, 2))], residual="int8")
+
+
+@pytest.mark.parametrize("residual", ["int16", "int8"])
+def test_dither_changes_no_weight_and_shows_small_changes_from_the_first_step_on(
+    residual: Residual,
+) -> None:
+    # Each weight changes by a tenth of its rounding step: half a step would be needed otherwise.
+    start_value = torch.full((400, 100), 0.0625, dtype=torch.bfloat16)
+    start_value[:, ::2] *= -1
+    start_value[0] = 0
+    rounding_step = 0.0625 * 2**-7
+    moved = {}
+    for dither in (True, False):
+        parameter = nn.Parameter(start_value.clone())
+        optimizer = AdamWKahan([parameter], lr=0, weight_decay=0, residual=residual, dither=dither)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert torch.equal(parameter, start_value)
+        assert master(optimizer, parameter).isfinite().all()
+        optimizer.param_groups[0]["lr"] = rounding_step / 10
+        optimizer.step()
+        moved[dither] = float((start_value[1:] - parameter.detach()[1:]).double().mean())
+    assert moved[False] == 0
+    assert abs(moved[True] / (rounding_step / 10) - 1) < 0.1

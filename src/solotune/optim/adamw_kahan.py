@@ -22,8 +22,9 @@ class AdamWKahan(Compensated):
     """AdamW whose bf16 weights are the rounded weights of an fp32 run on the same gradients.
 
     Weight decay is part of the compensated update: multiplied straight into a bf16 weight it is
-    lost whenever lr * weight_decay is under 2^-9, that is, at every usual setting. What is rounded
-    at random is keyed by `seed`, step and parameter.
+    lost whenever lr * weight_decay is under 2^-9, that is, at every usual setting. What is random
+    is keyed by `seed`, step and parameter: rounding, and with `dither` the first remainders, which
+    let rounded weights follow from the first step on.
     """
 
     moments = {"exp_avg": True, "exp_avg_sq": False}  # noqa: RUF012 (declared by the base)
@@ -38,10 +39,18 @@ class AdamWKahan(Compensated):
         *,
         residual: Residual = "int16",
         state_dtype: StateDtype = "fp32",
+        dither: bool = True,
         seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, residual=residual, state_dtype=state_dtype, seed=seed)
+        super().__init__(
+            params,
+            defaults,
+            residual=residual,
+            state_dtype=state_dtype,
+            dither=dither,
+            seed=seed,
+        )
 
     def update_(
         self,

@@ -36,6 +36,7 @@ class Compensated(Optimizer):
         *,
         residual: Residual,
         state_dtype: StateDtype,
+        dither: bool,
         seed: int,
     ) -> None:
         lr, decay, betas = defaults["lr"], defaults["weight_decay"], tuple(defaults["betas"])
@@ -51,7 +52,7 @@ class Compensated(Optimizer):
         if not 0 <= seed < 2**31:
             raise ConfigError(f"optimizer.seed={seed}: use 0 or more, and less than 2**31")
         self._numbers: dict[Tensor, int] = {}  # place of each parameter, which keys its noise
-        kinds = {"residual": residual, "state_dtype": state_dtype, "seed": seed}
+        kinds = {"residual": residual, "state_dtype": state_dtype, "dither": dither, "seed": seed}
         super().__init__(params, defaults | kinds)
         if residual != "int16" and not any(p.dtype == torch.bfloat16 for p in self._numbers):
             raise ConfigError(
@@ -132,9 +133,24 @@ class Compensated(Optimizer):
         for name, signed in self.moments.items():
             state |= new_moment(name, parameter, dtype, signed=signed)
         if parameter.dtype == torch.bfloat16 and group["residual"] != "none":
-            kind = torch.int16 if group["residual"] == "int16" else torch.int8
-            state["remainder"] = torch.zeros_like(parameter, dtype=kind)
+            state["remainder"] = self._first_remainder(parameter, group)
         return state
+
+    def _first_remainder(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return what the rounded weights may have lacked before: anything, with equal chance.
+
+        With 0 every weight stands in the middle of its rounding step, and none shows the first half
+        step of its change. With `dither` some are near the end of theirs, so that rounded weights
+        follow in the mean from the first step on.
+        """
+        kind = torch.int16 if group["residual"] == "int16" else torch.int8
+        if not group["dither"]:
+            return torch.zeros_like(parameter, dtype=kind)
+        number = self._numbers[parameter]
+        noise = Noise(parameter.device, seed=group["seed"], step=0, parameter=number)
+        remainder = noise.bytes_like(parameter, each=kind.itemsize).view(kind)
+        # The bits of 0 have no smaller neighbour of the same sign.
+        return remainder.view(parameter.shape).masked_fill_(parameter == 0, 0)
 
     @staticmethod
     def _kept(state: dict[str, Any]) -> list[Tensor]:

@@ -32,10 +32,18 @@ class LionKahan(Compensated):
         *,
         residual: Residual = "int16",
         state_dtype: StateDtype = "fp32",
+        dither: bool = True,
         seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, residual=residual, state_dtype=state_dtype, seed=seed)
+        super().__init__(
+            params,
+            defaults,
+            residual=residual,
+            state_dtype=state_dtype,
+            dither=dither,
+            seed=seed,
+        )
 
     def update_(
         self,
