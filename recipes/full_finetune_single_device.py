@@ -40,6 +40,7 @@ from solotune.memory import (
     check_memory_keys,
     checkpoint_blocks,
     compile_blocks,
+    is_layer_major,
     layer_major_step,
     offload_activations,
     register_steps,
@@ -148,10 +149,11 @@ def memory_keys(cfg: Config) -> dict[str, object]:
 
 
 def layer_major(cfg: Config) -> bool:
-    """Whether all micro-batches go through one block before the next."""
-    return cfg.optimizer_in_bwd and (
-        cfg.gradient_accumulation_steps > 1 or cfg.clip_grad_norm is not None
-    )
+    """Whether all micro-batches go through one block before the next.
+
+    So it is where the optimizer steps in backward and there are several, or gradients are clipped.
+    """
+    return is_layer_major(memory_keys(cfg))
 
 
 def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:

@@ -14,6 +14,7 @@ from solotune.memory import (
     StateHome,
     Stepper,
     checkpoint_blocks,
+    is_layer_major,
     layer_major_step,
     offload_activations,
     register_steps,
@@ -66,9 +67,7 @@ class OneStep:
         self.on = NOTHING_ON | on
         fields = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
         self.model: Decoder = set_dtype(tiny(intermediate_size=256, **fields), dtype)
-        self.layer_major = self.on["optimizer_in_bwd"] and (
-            self.on["gradient_accumulation_steps"] > 1 or self.on["clip_grad_norm"] is not None
-        )
+        self.layer_major = is_layer_major(self.on)
         if self.on["enable_activation_checkpointing"]:
             checkpoint_blocks(self.model, option=self.on["ac_option"])
         self.host = HostMemory(torch.device("cpu"))

@@ -6,6 +6,7 @@ from solotune.memory.disk import Disk as Disk
 from solotune.memory.host import HostMemory as HostMemory
 from solotune.memory.keys import MEMORY_KEYS as MEMORY_KEYS
 from solotune.memory.keys import check_memory_keys as check_memory_keys
+from solotune.memory.keys import is_layer_major as is_layer_major
 from solotune.memory.layer_major import LAYER_MAJOR_FACT as LAYER_MAJOR_FACT
 from solotune.memory.layer_major import layer_major_step as layer_major_step
 from solotune.memory.offload import offload_activations as offload_activations

@@ -53,19 +53,13 @@ class Disk:
 
     def write(self, host: HostMemory, mapped: Tensor, staged: Tensor, done: Any) -> None:
         """Write a staged copy once the event `done` is over, and give its buffer back."""
-
-        def work() -> None:
-            host.queues.synchronize(done)
-            mapped.copy_(staged)
-            host.give_buffer(staged, None)
-
-        self._pending.append(self._worker.submit(work))
+        self._pending.append(self._worker.submit(host.write_home, mapped, staged, done))
         while len(self._pending) > _MOST_PENDING:
             self._pending.popleft().result()
 
     def read(self, host: HostMemory, mapped: Tensor) -> Future[Tensor]:
         """Return what will be a staged copy; behind all that was written before."""
-        return self._worker.submit(lambda: host.take_buffer(mapped).copy_(mapped))
+        return self._worker.submit(host.stage, mapped)
 
     def _new_file(self, num_bytes: int) -> Tensor:
         try:

@@ -72,6 +72,16 @@ class HostMemory:
         with self._lock:
             self._free[flat.numel()].append((flat, last_use))
 
+    def stage(self, home: Tensor) -> Tensor:
+        """Return a copy of pageable or mapped memory in a buffer; for a worker thread."""
+        return self.take_buffer(home).copy_(home)
+
+    def write_home(self, home: Tensor, staged: Tensor, done: Any) -> None:
+        """Write a buffer home once the event `done` is over, and take it back; for a worker."""
+        self.queues.synchronize(done)
+        home.copy_(staged)
+        self.give_buffer(staged, None)
+
     def _new_buffer(self, num_bytes: int) -> Tensor:
         if self._may_pin:
             try:

@@ -99,7 +99,7 @@ class StateHome:
                 continue
             staged = self.host.take_buffer(value)
             done = self.host.queues.copy(staged, value)
-            self._written.append(self._worker.submit(self._write_home, slot.home, staged, done))
+            self._written.append(self._worker.submit(self.host.write_home, slot.home, staged, done))
             slot.set(slot.home)
         while len(self._written) > 8:  # a slow disk must not collect buffers
             self._written.pop(0).result()
@@ -131,16 +131,9 @@ class StateHome:
         if self._in_place or parameter in self._on_way or parameter not in self._slots:
             return
         self._on_way[parameter] = [
-            (slot, self._worker.submit(self._stage, slot.home)) for slot in self._slots[parameter]
+            (slot, self._worker.submit(self.host.stage, slot.home))
+            for slot in self._slots[parameter]
         ]
-
-    def _stage(self, home: Tensor) -> Tensor:
-        return self.host.take_buffer(home).copy_(home)
-
-    def _write_home(self, home: Tensor, staged: Tensor, done: Any) -> None:
-        self.host.queues.synchronize(done)
-        home.copy_(staged)
-        self.host.give_buffer(staged, None)
 
     def _move_in(self, parameter: nn.Parameter) -> list[_Slot]:
         slots = []
