@@ -15,7 +15,7 @@ from solotune.data.batch import Batch
 from solotune.models import Decoder
 from solotune.optim import decay_groups
 
-from .tiny import accumulate_gradients, segments_of
+from .tiny import accumulate_gradients, logits, segments_of, unpacked
 
 
 def oracle(model: Decoder) -> PreTrainedModel:
@@ -41,6 +41,25 @@ def by_segment(batch: Batch, x_BSV: Tensor) -> list[Tensor]:
     for x_SV, lengths_M in zip(x_BSV, batch.segments_BM.tolist(), strict=True):
         found += x_SV[: sum(lengths_M)].split([length for length in lengths_M if length])
     return found
+
+
+def check_packed_logits(model: Decoder, packed: Batch, *, spread: tuple[float, float]) -> None:
+    """Assert that packed, unpacked and transformers' logits agree to 1e-4.
+
+    `spread` bounds the standard deviation of the logits: what agrees where all are alike says
+    nothing.
+    """
+    alone, theirs = unpacked(packed), oracle(model)
+    for tokens_S, packed_SV, alone_SV in zip(
+        segments_of(packed),
+        by_segment(packed, logits(model, packed)),
+        by_segment(alone, logits(model, alone)),
+        strict=True,
+    ):
+        wanted_SV = logits_of(theirs, tokens_S)
+        assert spread[0] < wanted_SV.std() < spread[1]
+        torch.testing.assert_close(packed_SV, wanted_SV, atol=1e-4, rtol=0)
+        torch.testing.assert_close(alone_SV, wanted_SV, atol=1e-4, rtol=0)
 
 
 def ten_losses(

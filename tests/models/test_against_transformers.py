@@ -18,9 +18,9 @@ from solotune.data.batch import collate
 from solotune.models import auto
 from solotune.tokenizers import auto as load_tokenizer
 
-from .oracle import by_segment, logits_of, oracle, ten_losses
+from .oracle import by_segment, check_packed_logits, logits_of, oracle, ten_losses
 from .reference import float64_logits
-from .tiny import logits, make_batch, segments_of, tiny, unpacked
+from .tiny import logits, make_batch, segments_of, tiny
 
 # Longer than the 32 positions that the scalings start from; the second row has filler.
 ROWS = ((33, 7, 56), (70, 1, 12))
@@ -77,19 +77,7 @@ def test_packed_logits_equal_unpacked_ones_and_those_of_transformers_without_pad
     fields: dict[str, Any],
 ) -> None:
     model = tiny(**fields)
-    packed = make_batch(*ROWS)
-    alone = unpacked(packed)
-    theirs = oracle(model)
-    for tokens_S, packed_SV, alone_SV in zip(
-        segments_of(packed),
-        by_segment(packed, logits(model, packed)),
-        by_segment(alone, logits(model, alone)),
-        strict=True,
-    ):
-        wanted_SV = logits_of(theirs, tokens_S)
-        assert 1 < wanted_SV.std() < 5
-        torch.testing.assert_close(packed_SV, wanted_SV, atol=1e-4, rtol=0)
-        torch.testing.assert_close(alone_SV, wanted_SV, atol=1e-4, rtol=0)
+    check_packed_logits(model, make_batch(*ROWS), spread=(1, 5))
 
 
 @pytest.mark.parametrize("fields", SCALED.values(), ids=SCALED)

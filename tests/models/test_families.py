@@ -21,9 +21,9 @@ from solotune.models.fields import REQUIRED
 from solotune.training import set_dtype
 
 from .families import CASES, VARIANTS, WITHOUT_EFFECT, tiny_config, tiny_family
-from .oracle import by_segment, logits_of, oracle, ten_losses
+from .oracle import check_packed_logits, logits_of, oracle, ten_losses
 from .test_cache import decode
-from .tiny import fill_, logits, make_batch, segments_of, unpacked
+from .tiny import fill_, logits, make_batch
 
 # Segments longer and shorter than the windows of 8 and the original lengths of 32; filler.
 ROWS = ((33, 7, 56), (70, 1, 12))
@@ -44,19 +44,7 @@ def test_packed_logits_equal_unpacked_ones_and_those_of_transformers(
     family: str, name: str
 ) -> None:
     model = tiny_family(family, name)
-    packed = make_batch(*ROWS)
-    alone = unpacked(packed)
-    theirs = oracle(model)
-    for tokens_S, packed_SV, alone_SV in zip(
-        segments_of(packed),
-        by_segment(packed, logits(model, packed)),
-        by_segment(alone, logits(model, alone)),
-        strict=True,
-    ):
-        wanted_SV = logits_of(theirs, tokens_S)
-        assert 0.5 < wanted_SV.std() < 8
-        torch.testing.assert_close(packed_SV, wanted_SV, atol=1e-4, rtol=0)
-        torch.testing.assert_close(alone_SV, wanted_SV, atol=1e-4, rtol=0)
+    check_packed_logits(model, make_batch(*ROWS), spread=(0.5, 8))
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,18 @@ class AdamWKahan(Compensated):
         dither: bool = True,
         seed: int = 0,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
             params,
-            defaults,
-            residual=residual,
-            state_dtype=state_dtype,
-            dither=dither,
-            seed=seed,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "residual": residual,
+                "state_dtype": state_dtype,
+                "dither": dither,
+                "seed": seed,
+            },
         )
 
     def update_(

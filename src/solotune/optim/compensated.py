@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from solotune.errors import ConfigError
-from solotune.optim.moments import BLOCK, StateDtype, new_moment, read_moment, write_moment_
+from solotune.optim.moments import BLOCK, new_moment, read_moment, write_moment_
 from solotune.optim.noise import Noise
 from solotune.optim.rounding import join, split_
 
@@ -23,22 +23,15 @@ assert _PIECE_ON_CPU % BLOCK == 0
 class Compensated(Optimizer):
     """Base of an optimizer that works on fp32 weights made of bf16 ones and their remainders.
 
-    A subclass names its `moments` (True: signed) and makes the fp32 update. `state_dtype` is that
-    of the moments of matrices; one-dimensional parameters, norms and biases, keep fp32 ones.
+    A subclass names its `moments` (True: signed) and makes the fp32 update. Its `defaults` hold lr,
+    betas and weight_decay; `residual`; `state_dtype`, of the moments of matrices, while
+    one-dimensional parameters, norms and biases, keep fp32 ones; `dither` and `seed`.
     """
 
     moments: dict[str, bool]
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
-        residual: Residual,
-        state_dtype: StateDtype,
-        dither: bool,
-        seed: int,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        residual, state_dtype, seed = (defaults[k] for k in ("residual", "state_dtype", "seed"))
         lr, decay, betas = defaults["lr"], defaults["weight_decay"], tuple(defaults["betas"])
         if lr < 0 or decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(
@@ -52,8 +45,7 @@ class Compensated(Optimizer):
         if not 0 <= seed < 2**31:
             raise ConfigError(f"optimizer.seed={seed}: use 0 or more, and less than 2**31")
         self._numbers: dict[Tensor, int] = {}  # place of each parameter, which keys its noise
-        kinds = {"residual": residual, "state_dtype": state_dtype, "dither": dither, "seed": seed}
-        super().__init__(params, defaults | kinds)
+        super().__init__(params, defaults)
         if residual != "int16" and not any(p.dtype == torch.bfloat16 for p in self._numbers):
             raise ConfigError(
                 f"optimizer.residual={residual} has no effect: no weight is bf16, set dtype=bf16 "
