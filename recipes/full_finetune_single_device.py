@@ -149,10 +149,7 @@ def memory_keys(cfg: Config) -> dict[str, object]:
 
 
 def layer_major(cfg: Config) -> bool:
-    """Whether all micro-batches go through one block before the next.
-
-    So it is where the optimizer steps in backward and there are several, or gradients are clipped.
-    """
+    """Whether all micro-batches go through one block before the next."""
     return is_layer_major(memory_keys(cfg))
 
 
@@ -167,6 +164,23 @@ def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
     if cfg.compile:
         compile_blocks(model)  # [mem] temporaries; the recomputation is inside the compiled block
     return model.train()
+
+
+def setup_host(cfg: Config, device: torch.device, output_dir: Path) -> HostMemory:
+    """Return the host side of the run: where activations wait that leave the device."""
+    disk = Disk(output_dir) if cfg.activation_offload_to == "disk" else None
+    return HostMemory(device, activations=disk)
+
+
+def setup_optimizer(cfg: Config, model: Decoder, host: HostMemory, output_dir: Path) -> Stepper:
+    """Build the optimizer over the weights and say where its state lives and when it steps."""
+    optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
+    # [mem] optimizer state: elsewhere it is on the device only while it steps
+    home = state_home(optimizer, cfg.optimizer_state, host=host, output_dir=output_dir)
+    stepper = Stepper(optimizer, home)
+    if cfg.optimizer_in_bwd and not layer_major(cfg):
+        register_steps(model, stepper)  # [mem] gradients
+    return stepper
 
 
 def setup_data(cfg: Config, tokenizer, model: Decoder) -> tuple[Loader, Loader | None, list[str]]:
@@ -284,15 +298,10 @@ def main(cfg: Config) -> None:
     logger = cfg.metric_logger.build() if cfg.metric_logger else None
     profiler = cfg.profiler.build() if cfg.profiler else None
 
+    host = setup_host(cfg, device, output_dir)
     loaded = checkpoint.load_weights(model, device=device, resume=resumed_from)  # [mem] weights
-    optimizer = cfg.optimizer.build(decay_groups(model))  # [num] norms and biases are not decayed
-    disk = Disk(output_dir) if cfg.activation_offload_to == "disk" else None
-    host = HostMemory(device, activations=disk)
-    # [mem] optimizer state: elsewhere it is on the device only while it steps
-    home = state_home(optimizer, cfg.optimizer_state, host=host, output_dir=output_dir)
-    stepper = Stepper(optimizer, home)
-    if cfg.optimizer_in_bwd and not layer_major(cfg):
-        register_steps(model, stepper)  # [mem] gradients
+    stepper = setup_optimizer(cfg, model, host, output_dir)
+    optimizer = stepper.optimizer
     data = f"{loader.fingerprint()} x{accumulation}"
     progress = Progress(data=data)
     if resumed_from:
@@ -334,15 +343,8 @@ def main(cfg: Config) -> None:
         with log.uncounted():
             stepper.settle()
             check_weights(progress.step, model)
-            folder = checkpoint.save(
-                progress.step,
-                model=model,
-                optimizer=optimizer,
-                progress=progress.to_dict(),
-                dtype=dtype,
-                tokenizer=tokenizer,
-                best=best,
-            )
+            kept = {"model": model, "optimizer": optimizer, "dtype": dtype, "tokenizer": tokenizer}
+            folder = checkpoint.save(progress.step, progress=progress.to_dict(), best=best, **kept)
         log.facts(f"step {progress.step}: saved {folder}{' (best)' if best else ''}")
 
     memory = MemoryReport(
@@ -366,15 +368,8 @@ def main(cfg: Config) -> None:
                 progress.advance(group)
                 step, steps_left, best = progress.step, steps_left - 1, False
                 log.facts(*stepper.news(), *gauge.lines())
-                log.step(
-                    step,
-                    group,
-                    epoch=epoch,
-                    loss=loss,
-                    lr=lr,
-                    grad_norm=grad_norm,
-                    updates_lost=gauge.lost,
-                )
+                metrics = {"epoch": epoch, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+                log.step(step, group, **metrics, updates_lost=gauge.lost)
                 check_finite(step, loss, grad_norm, on_nonfinite=cfg.on_nonfinite)
                 save_due = is_due(step, cfg.save_every_n_steps, epoch_ends=not steps_left)
                 save_due |= step == total_steps or log.save_is_wanted()
