@@ -6,7 +6,7 @@ no zip and are refused.
 """
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,10 @@ class MappedTensor(StoredTensor):
     def read_into(self, target: Tensor) -> None:
         assert (target.dtype, target.shape) == (self.dtype, self.shape)
         target.copy_(self.mapped)
+
+    def rows(self, start: int, stop: int) -> StoredTensor:
+        mapped = self.mapped[start:stop]
+        return replace(self, shape=tuple(mapped.shape), mapped=mapped)
 
 
 def read_bin(path: Path) -> dict[str, StoredTensor]:

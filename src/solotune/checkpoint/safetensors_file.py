@@ -14,9 +14,10 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,22 @@ class StoredTensor:
         self.read_into(tensor)
         return tensor
 
+    def rows(self, start: int, stop: int) -> "StoredTensor":
+        """Return the part [start:stop] of the first axis, as a tensor in the same file."""
+        stop = min(stop, self.shape[0])
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, shape=shape, offset=self.offset + start * row_bytes)
+
+    def pieces(self, num_bytes: int) -> Iterator["StoredTensor"]:
+        """Yield the tensor in parts of about `num_bytes`, in order."""
+        if not self.shape:
+            yield self
+            return
+        count = max(1, num_bytes * self.shape[0] // max(1, self.num_bytes))
+        for start in range(0, self.shape[0], count):
+            yield self.rows(start, start + count)
+
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
@@ -90,7 +107,8 @@ class SourceTensor:
     name: str
     dtype: torch.dtype  # on disk
     shape: tuple[int, ...]
-    get: Callable[[], Tensor]  # any device, dtype and layout
+    # any device, dtype and layout; or its parts along the first axis, one by one
+    get: Callable[[], Tensor | Iterator[Tensor]]
 
     @property
     def num_bytes(self) -> int:
@@ -99,6 +117,29 @@ class SourceTensor:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name, after checking that the file really holds them."""
+    header, data_start, file_bytes = _read_json(path)
+    try:
+        header.pop("__metadata__", None)
+        tensors = {name: _entry(path, name, entry, data_start) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, "its header is not readable") from error
+
+    for tensor in tensors.values():
+        end = tensor.offset + tensor.num_bytes
+        if end > file_bytes:
+            raise _damaged(path, f"{tensor.name} would end at byte {end:,} of {file_bytes:,}")
+    return tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts that the header holds beside the tensors."""
+    metadata = _read_json(path)[0].get("__metadata__")
+    entries = metadata.items() if isinstance(metadata, dict) else ()
+    return {key: value for key, value in entries if isinstance(value, str)}
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return the header of a file, the byte at which its data starts, and its length in bytes."""
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
@@ -120,28 +161,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
-        tensors = {
-            name: _entry(path, name, entry, 8 + header_bytes) for name, entry in header.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise _damaged(path, "its header is not readable") from error
-
-    for tensor in tensors.values():
-        end = tensor.offset + tensor.num_bytes
-        if end > file_bytes:
-            raise _damaged(path, f"{tensor.name} would end at byte {end:,} of {file_bytes:,}")
-    return tensors
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is not readable")
+    return header, 8 + header_bytes, file_bytes
 
 
-def write_file(path: Path, sources: Sequence[SourceTensor]) -> None:
+def write_file(
+    path: Path, sources: Sequence[SourceTensor], *, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write the tensors with `format: pt`, each fetched, cast and written before the next one.
 
     Raises OSError; the caller owns the folder and knows what to clean up.
     """
     # Wider types first: every tensor then starts at a multiple of its item size.
     ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     start = 0
     for source in ordered:
         header[source.name] = {
@@ -156,11 +192,17 @@ def write_file(path: Path, sources: Sequence[SourceTensor]) -> None:
     with path.open("wb", buffering=0) as file:
         _write(file, memoryview(struct.pack("<Q", len(text)) + text))
         for source in ordered:
-            # First to the host, then the cast: a full card has no room for a second copy.
-            tensor = source.get().detach().cpu().to(source.dtype)
-            assert tensor.shape == source.shape, source.name
-            _write(file, _bytes_of(tensor.contiguous()))
-            del tensor  # before the next one is made
+            got = source.get()
+            num_rows = 0
+            for part in [got] if isinstance(got, Tensor) else got:
+                # First to the host, then the cast: a full card has no room for a second copy.
+                tensor = part.detach().cpu().to(source.dtype)
+                num_rows += len(tensor) if tensor.dim() else 0
+                assert tensor.shape[1:] == source.shape[1:], source.name
+                _write(file, _bytes_of(tensor.contiguous()))
+                del tensor, part  # before the next one is made
+            assert num_rows == (source.shape[0] if source.shape else 0), source.name
+            del got
 
 
 def _entry(path: Path, name: str, entry: dict, data_start: int) -> StoredTensor:
