@@ -13,27 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from solotune.models.attention import Context, KVCache
+from solotune.models.embedding import Embedding
 from solotune.models.linear import Linear
 from solotune.models.rope import Rotary, sequence_lengths
-
-
-def _sum_by_token(tokens_T: Tensor, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (rows_T, sums_TD): each token's summed gradient in fp32, once; zeros fill up to T.
-
-    A frequent token summed in bf16 loses bits with each addition. Shapes do not depend on how many
-    tokens differ, so nothing waits for the device.
-    """
-    sorted_T, order_T = tokens_T.sort(stable=True)
-    group_T = F.pad(sorted_T.diff() != 0, (1, 0)).cumsum(0)
-    sums_TD = torch.zeros(grad_TD.shape, dtype=torch.float32, device=grad_TD.device)
-    sums_TD.index_put_((group_T,), grad_TD[order_T].float(), accumulate=True)
-    rows_T = torch.zeros_like(tokens_T).scatter_(0, group_T, sorted_T)
-    return rows_T, sums_TD
 
 
 class Block(nn.Module):
@@ -67,7 +53,8 @@ class Decoder(nn.Module):
     """A causal language model without its loss.
 
     Parameter names are Hugging Face's without `model.` (`layers.0.self_attn.q_proj.weight`).
-    `config` is the parsed config.json it was built from. Tied: there is no `lm_head`.
+    `config` is the parsed config.json it was built from. Tied: there is no `lm_head`, unless it is
+    adapted.
     `logit_soft_cap` c, which the loss is built with, bounds logits: c * tanh(logit / c).
     """
 
@@ -87,13 +74,13 @@ class Decoder(nn.Module):
         logit_soft_cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, width)
+        self.embed_tokens = Embedding(vocab_size, width, scale=embedding_scale)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
         self.rotaries = nn.ModuleList(rotaries)
         self.lm_head = None if tied else Linear(width, vocab_size, bias=False)
+        self.tied = tied
         self.config = config
-        self.embedding_scale = embedding_scale
         self.logit_soft_cap = logit_soft_cap
         self.new_rows: tuple[int, ...] = ()  # of the embedding; no checkpoint has them yet
         self._cache_shape = (cache_heads, head_dim)
@@ -103,10 +90,6 @@ class Decoder(nn.Module):
         return self.layers
 
     @property
-    def tied(self) -> bool:
-        return self.lm_head is None
-
-    @property
     def output_weight(self) -> Tensor:
         """The projection to the vocabulary, (V, D): the embedding itself where tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -114,6 +97,11 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the gradient of the lookup is wanted, by its weight or by an adapter's."""
+        return any(p.requires_grad for p in self.embed_tokens.parameters())
 
     def add_tokens(self, new_ids: Sequence[int], *, rows: int = 0) -> None:
         """Make room for new tokens, on meta: the embedding has at least `rows` rows.
@@ -134,6 +122,13 @@ class Decoder(nn.Module):
         self.embed_tokens.num_embeddings = rows
         self.config = self.config | {"vocab_size": rows}
 
+    def add_tied_output(self) -> None:
+        """Make `lm_head` a layer that has the embedding's own weight, so that it can be adapted."""
+        rows, width = self.embed_tokens.weight.shape
+        with torch.device("meta"):
+            self.lm_head = Linear(width, rows, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+
     def to_hf_key(self, name: str) -> str:
         """Return the name that the parameter `name` has in a Hugging Face folder."""
         return name if name.startswith("lm_head.") else f"model.{name}"
@@ -146,28 +141,16 @@ class Decoder(nn.Module):
         sum the same in every schedule: with tied weights autograd would mix lookup and head
         gradients in the order in which it happens to meet them.
         """
-        x_BSD = F.embedding(tokens_BS, self.embed_tokens.weight)
-        return x_BSD if self.embedding_scale == 1 else x_BSD.mul_(self._embedding_scale())
+        return self.embed_tokens(tokens_BS)
 
     @torch.no_grad()
     def add_embedding_gradient(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Add the lookup's gradient, given (tokens_BS, x_grad_BSD) of each micro-batch in order."""
-        weight = self.embed_tokens.weight
-        if not weight.requires_grad:
+        if not self.trains_embedding:
             return
         for tokens_BS, grad_BSD in pairs:
-            if grad_BSD is None:  # a micro-batch without a target
-                continue
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            rows_T, sums_TD = _sum_by_token(tokens_BS.flatten(), grad_BSD.flatten(0, 1))
-            if self.embedding_scale != 1:
-                sums_TD.mul_(self._embedding_scale())
-            weight.grad.index_put_((rows_T,), sums_TD.to(weight.dtype), accumulate=True)
-
-    def _embedding_scale(self) -> Tensor:
-        """Return the scale on the host, rounded to the weights' dtype, as the models have it."""
-        return torch.tensor(self.embedding_scale, dtype=self.embed_tokens.weight.dtype)
+            if grad_BSD is not None:  # None: a micro-batch without a target
+                self.embed_tokens.add_gradient(tokens_BS, grad_BSD)
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Return logits_BSV of a few positions; a loss makes its own, a chunk at a time."""

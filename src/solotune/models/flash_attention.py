@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from solotune.device_kind import device_kind, is_planning
+
 
 def takes(q_BSHK: Tensor, soft_cap: float | None) -> bool:
     """Whether the kernel takes this tensor: by device, dtype and shape alone.
@@ -15,11 +17,11 @@ def takes(q_BSHK: Tensor, soft_cap: float | None) -> bool:
     """
     return (
         soft_cap is None
-        and q_BSHK.device.type == "cuda"
+        and device_kind(q_BSHK) == "cuda"
         and q_BSHK.dtype in (torch.float16, torch.bfloat16)
         and q_BSHK.size(-1) <= 256
         and q_BSHK.size(-1) % 8 == 0
-        and torch.backends.cuda.is_flash_attention_available()
+        and (is_planning() or torch.backends.cuda.is_flash_attention_available())
     )
 
 

@@ -17,6 +17,7 @@ Shapes: B batch, S tokens, H heads, G key/value heads, K head width, M segments 
 import torch
 from torch import Tensor
 
+from solotune.device_kind import device_kind
 from solotune.models import cpu_attention, flash_attention, masked_attention
 
 
@@ -52,7 +53,7 @@ def _attend(
     """Return out_BSHK and, for the flash kernel, the log-sum-exp its backward needs."""
     if flash_attention.takes(q_BSHK, soft_cap):
         return flash_attention.forward(q_BSHK, k_BSGK, v_BSGK, segments_BM, scale, window)
-    path = cpu_attention if q_BSHK.device.type == "cpu" else masked_attention
+    path = cpu_attention if device_kind(q_BSHK) == "cpu" else masked_attention
     out_BSHK = path.forward(q_BSHK, k_BSGK, v_BSGK, segments_BM, scale, window, soft_cap)
     return out_BSHK, q_BSHK.new_empty(0, dtype=torch.float32)
 
@@ -83,7 +84,7 @@ def _attend_backward(
     qkv = (q_BSHK, k_BSGK, v_BSGK)
     if flash_attention.takes(q_BSHK, soft_cap):
         return flash_attention.backward(grad_BSHK, *qkv, segments_BM, out_BSHK, lse, scale, window)
-    path = cpu_attention if q_BSHK.device.type == "cpu" else masked_attention
+    path = cpu_attention if device_kind(q_BSHK) == "cpu" else masked_attention
     return path.backward(grad_BSHK, *qkv, segments_BM, scale, window, soft_cap)
 
 

@@ -1,0 +1,12 @@
+"""Adapters over frozen weights, injected into a built model, and weights in 4 bits."""
+
+from solotune.adapters.inject import adapt_layer as adapt_layer
+from solotune.adapters.inject import adaptable_layers as adaptable_layers
+from solotune.adapters.inject import adapted_layers as adapted_layers
+from solotune.adapters.inject import adapter_parameters as adapter_parameters
+from solotune.adapters.inject import initialize as initialize
+from solotune.adapters.inject import inject as inject
+from solotune.adapters.inject import is_adapter as is_adapter
+from solotune.adapters.inject import merged_weight as merged_weight
+from solotune.adapters.inject import target_names as target_names
+from solotune.adapters.lora import LoRA as LoRA
