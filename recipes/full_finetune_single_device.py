@@ -2,7 +2,7 @@
 
 Five buffers make the memory peak; each is decided by a line marked [mem] (P parameters, bf16):
 
-    weights       2P bytes                     dtype
+    weights       2P bytes                     dtype, resident_layers
     gradients     2P, or one block's           optimizer_in_bwd
     optimizer     2P (8-bit) to 10P (Kahan)    optimizer, optimizer_state
     activations   one block input a block      enable_activation_checkpointing, ..._offloading
@@ -37,6 +37,7 @@ from solotune.memory import (
     HostMemory,
     MemoryReport,
     Stepper,
+    StreamedLayers,
     check_memory_keys,
     checkpoint_blocks,
     compile_blocks,
@@ -101,6 +102,7 @@ class Config:
     compile: bool = False  # torch.compile, one block at a time
     optimizer_in_bwd: bool = False  # step inside backward: one block's gradients are alive
     optimizer_state: Literal["device", "host", "disk"] = "device"  # where it is between steps
+    resident_layers: int | None = None  # blocks that stay on the device; the others are streamed
     log_memory: bool = False  # what the peak is made of, and memory.png; tracked steps are slow
 
     # optimization
@@ -166,10 +168,11 @@ def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
     return model.train()
 
 
-def setup_host(cfg: Config, device: torch.device, output_dir: Path) -> HostMemory:
-    """Return the host side of the run: where activations wait that leave the device."""
+def setup_host(cfg: Config, model: Decoder, device: torch.device, output_dir: Path) -> HostMemory:
+    """Return the host side of the run: where activations and weights wait that leave the device."""
     disk = Disk(output_dir) if cfg.activation_offload_to == "disk" else None
-    return HostMemory(device, activations=disk)
+    layers = StreamedLayers(model, resident=cfg.resident_layers)  # [mem] weights
+    return HostMemory(device, activations=disk, weights=layers)
 
 
 def setup_optimizer(cfg: Config, model: Decoder, host: HostMemory, output_dir: Path) -> Stepper:
@@ -267,7 +270,8 @@ def evaluate(model: Decoder, loss_fn: nn.Module, loader: Loader, host: HostMemor
     for batch in loader.epoch(0):
         batch = batch.to(model.device)
         context = model.context(batch.positions_BS, batch.segments_BM)
-        hidden_BSD = model.hidden_states(model.embed(batch.tokens_BS), context)
+        x_BSD, visit = model.embed(batch.tokens_BS), host.visits(model.blocks)  # [mem] weights
+        hidden_BSD = model.hidden_states(x_BSD, context, around_block=visit)
         total += loss_fn(hidden_BSD, model.output_weight, batch, loader.num_targets)
     return host.read(total)[0]
 
@@ -298,8 +302,9 @@ def main(cfg: Config) -> None:
     logger = cfg.metric_logger.build() if cfg.metric_logger else None
     profiler = cfg.profiler.build() if cfg.profiler else None
 
-    host = setup_host(cfg, device, output_dir)
-    loaded = checkpoint.load_weights(model, device=device, resume=resumed_from)  # [mem] weights
+    host = setup_host(cfg, model, device, output_dir)
+    on_host = host.weights  # [mem] weights: what of them is loaded to host memory
+    loaded = checkpoint.load_weights(model, device=device, resume=resumed_from, on_host=on_host)
     stepper = setup_optimizer(cfg, model, host, output_dir)
     optimizer = stepper.optimizer
     data = f"{loader.fingerprint()} x{accumulation}"
@@ -342,6 +347,7 @@ def main(cfg: Config) -> None:
     def save(*, best: bool) -> None:
         with log.uncounted():
             stepper.settle()
+            host.settle()
             check_weights(progress.step, model)
             kept = {"model": model, "optimizer": optimizer, "dtype": dtype, "tokenizer": tokenizer}
             folder = checkpoint.save(progress.step, progress=progress.to_dict(), best=best, **kept)

@@ -39,6 +39,7 @@ NOTHING_ON: dict[str, Any] = {
     "optimizer_in_bwd": False,
     "activation_offload_to": "host",
     "optimizer_state": "device",
+    "resident_layers": None,
     "on_nonfinite": "stop",
 }
 CHECKPOINTING: dict[str, Any] = {"enable_activation_checkpointing": True}

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,19 @@ class Checkpointer:
                 ) from error
 
     def load_weights(
-        self, model: Decoder, *, device: torch.device | str, resume: Path | None = None
+        self,
+        model: Decoder,
+        *,
+        device: torch.device | str,
+        on_host: Container[object] | None = None,
+        resume: Path | None = None,
     ) -> LoadReport:
-        """Fill a model built on meta from `checkpoint_dir`, or from the step folder `resume`."""
-        folder = resume or self.checkpoint_dir
-        return load_weights(model, folder, device=device, fill_new_rows=resume is None)
+        """Fill a model built on meta from `checkpoint_dir`, or from the step folder `resume`.
+
+        Parameters in `on_host` are loaded to host memory.
+        """
+        folder, fill = resume or self.checkpoint_dir, resume is None
+        return load_weights(model, folder, device=device, on_host=on_host, fill_new_rows=fill)
 
     def find_resume(self, resume_from_checkpoint: bool | str | Path | None) -> Path | None:
         """Return the step folder to go on from: the newest of `output_dir` for True, or as named.

@@ -6,7 +6,7 @@ to a device, passes through the host alone. Peak: the model and one tensor.
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -59,12 +59,17 @@ class LoadReport:
 
 
 def load_weights(
-    model: Decoder, folder: Path, *, device: torch.device | str, fill_new_rows: bool = True
+    model: Decoder,
+    folder: Path,
+    *,
+    device: torch.device | str,
+    on_host: Container[object] | None = None,
+    fill_new_rows: bool = True,
 ) -> LoadReport:
     """Replace every meta parameter of `model` by one on `device`, filled from `folder`.
 
-    The parameter objects and their dtypes stay. Raises CheckpointError, before anything is
-    allocated, where names or shapes on disk do not fit the model or a file is damaged.
+    Parameters in `on_host` go to host memory and never to the device. The parameter objects and
+    their dtypes stay. Raises CheckpointError, before anything is allocated, where names or shapes on disk do not fit the model or a file is damaged.
     `fill_new_rows`: the model's `new_rows` become the mean of the rows before them; a folder that
     a run of this model saved has them already.
     """
@@ -78,20 +83,23 @@ def load_weights(
     growing = {model.to_hf_key("embed_tokens.weight"), OUTPUT_KEY} if new_rows else set()
     _check_fit(folder, stored, wanted, growing=growing, new_rows=new_rows)
 
+    def place(parameter: Tensor) -> torch.device:
+        return torch.device("cpu" if on_host and parameter in on_host else device)
+
     # One buffer for all that cannot be read in place: allocated and freed one by one, they would
     # leave holes between the parameters (tried with fp32 on disk: 1.7 times the model).
     indirect = [
         stored[key].num_bytes
         for key, parameter in wanted.items()
-        if not _is_direct(stored[key], parameter.dtype, device)
+        if not _is_direct(stored[key], parameter.dtype, place(parameter))
     ]
     staging = _Staging(max(indirect, default=0), torch.device(device))
     on_disk, loaded = Counter(), Counter()
     for key, parameter in wanted.items():
         assert parameter.is_meta, f"{key} has weights already"
-        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=place(parameter))
         part = tensor[: stored[key].shape[0]]  # all of it, unless rows are new
-        if _is_direct(stored[key], parameter.dtype, device):
+        if _is_direct(stored[key], parameter.dtype, tensor.device):
             stored[key].read_into(part)
         else:
             staging.copy(stored[key], part)
@@ -214,8 +222,8 @@ def _fill_with_mean(weight_VD: Tensor, new_rows: Sequence[int]) -> None:
     weight_VD[list(new_rows)] = (sum_D / len(before_RD)).to(weight_VD.dtype)
 
 
-def _is_direct(entry: StoredTensor, dtype: torch.dtype, device: torch.device | str) -> bool:
-    return entry.dtype == dtype and torch.device(device).type == "cpu"
+def _is_direct(entry: StoredTensor, dtype: torch.dtype, device: torch.device) -> bool:
+    return entry.dtype == dtype and device.type == "cpu"
 
 
 def _check_equal(entry: StoredTensor, weight_VD: Tensor) -> None:

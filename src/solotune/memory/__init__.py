@@ -15,4 +15,5 @@ from solotune.memory.optimizer_in_backward import step_in_backward as step_in_ba
 from solotune.memory.optimizer_state import StateHome as StateHome
 from solotune.memory.optimizer_state import state_home as state_home
 from solotune.memory.report import MemoryReport as MemoryReport
+from solotune.memory.resident_layers import StreamedLayers as StreamedLayers
 from solotune.memory.stepping import Stepper as Stepper

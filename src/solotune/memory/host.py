@@ -6,10 +6,14 @@ into other storage, so that what is tested there is a real move.
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from solotune.memory.streams import CpuQueues, CudaQueues, Queues
 
@@ -20,12 +24,31 @@ class ActivationStore(Protocol):
     def move(self, host: "HostMemory", source: Tensor) -> "Moved": ...
 
 
+class WeightStore(Protocol):
+    """Where the weights of blocks are that are not on the device: see resident_layers.py."""
+
+    def __contains__(self, parameter: object) -> bool: ...
+    def open(self, host: "HostMemory") -> None: ...
+    def memory(self) -> Iterator[tuple[Tensor, str]]: ...
+    def start(self) -> None: ...
+    def settle(self) -> None: ...
+    def visit(
+        self, block: nn.Module, *, coming: Sequence[nn.Module], writes: bool
+    ) -> AbstractContextManager[None]: ...
+
+
+class Visits(Protocol):
+    """Returns what to enter around the next block; `writes`: it is stepped inside."""
+
+    def __call__(self, *, writes: bool = False) -> AbstractContextManager[None]: ...
+
+
 class HostMemory:
     """Host side of a run on `device`.
 
-    Activations go to `activations` where it is given, else they wait in host memory. `poison`
-    overwrites a source after its move: on CPU source and copy would otherwise be equally good, and
-    no test of offloading could fail.
+    Activations go to `activations` where it is given, else they wait in host memory. Weights that
+    `weights` holds come from there. `poison` overwrites a source after its move: on CPU source and
+    copy would otherwise be equally good, and no test of offloading could fail.
     """
 
     def __init__(
@@ -33,10 +56,12 @@ class HostMemory:
         device: torch.device,
         *,
         activations: ActivationStore | None = None,
+        weights: WeightStore | None = None,
         poison: bool = False,
     ) -> None:
         self.device = device
         self.activations = activations
+        self.weights = weights
         self.poison = poison
         self.bytes_moved = 0  # to the host, over the run
         self.queues: Queues = CudaQueues(device) if device.type == "cuda" else CpuQueues()
@@ -45,6 +70,8 @@ class HostMemory:
         )  # bytes -> buffer, event
         self._may_pin = device.type == "cuda"
         self._lock = threading.Lock()  # optimizer state is staged by a thread
+        if weights is not None:
+            weights.open(self)
 
     def read(self, *values: Tensor) -> list[float]:
         """Return the values of scalar tensors, in one read of the device."""
@@ -55,6 +82,32 @@ class HostMemory:
         if self.activations is not None:
             return self.activations.move(self, source)
         return Moved(self, source)
+
+    def visits(self, blocks: Iterable[nn.Module]) -> Visits:
+        """Return what to call before each of `blocks`, in their order, to have its weights here."""
+        weights, order = self.weights, list(blocks)
+        if weights is None:
+            return lambda *, writes=False: nullcontext()
+        weights.start()
+        numbers = iter(range(len(order)))
+
+        def visit(*, writes: bool = False) -> AbstractContextManager[None]:
+            number = next(numbers)
+            return weights.visit(order[number], coming=order[number + 1 :], writes=writes)
+
+        return visit
+
+    def settle(self) -> None:
+        """Wait until all weights are where a save can read them."""
+        if self.weights is not None:
+            self.weights.settle()
+
+    def ring(self, num_bytes: int) -> "Ring":
+        """Return buffers of host memory: three that are pinned, two where no more can be."""
+        flats = [self._new_buffer(num_bytes) for _ in range(2)]
+        if self._may_pin or self.device.type != "cuda":
+            flats.append(self._new_buffer(num_bytes))
+        return Ring(self.queues, flats)
 
     def take_buffer(self, like: Tensor) -> Tensor:
         """Return host memory shaped like a tensor, pinned where there is a card."""
@@ -94,6 +147,85 @@ class HostMemory:
                     "each other"
                 )
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+class Ring:
+    """Host buffers of one size, used in turn, between pageable memory and the device.
+
+    A thread copies on the side of the pageable memory, in the order of the calls: what is read
+    there comes after what was written before. `views` cuts a buffer into parts shaped like the
+    `homes` there.
+    """
+
+    def __init__(self, queues: Queues, flats: Sequence[Tensor]) -> None:
+        self.buffers = [RingBuffer(flat) for flat in flats]
+        self._queues = queues
+        self._turn = 0
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ring")
+
+    def stage(
+        self, homes: Sequence[Tensor], views: Callable[[Tensor], Sequence[Tensor]]
+    ) -> "RingBuffer":
+        """Let the thread copy `homes` into a buffer, which is to be sent."""
+        buffer = self._take()
+        buffer.task = self._worker.submit(self._gather, buffer, homes, views)
+        return buffer
+
+    def send(self, buffer: "RingBuffer", target: Tensor) -> Any:
+        """Queue the copy of a staged buffer to the device; return the event of its end."""
+        assert buffer.task is not None
+        staged = buffer.task.result()
+        buffer.copied = self._queues.copy(target, buffer.flat[: len(target)], after=staged)
+        return buffer.copied
+
+    def receive(
+        self, source: Tensor, homes: Sequence[Tensor], views: Callable[[Tensor], Sequence[Tensor]]
+    ) -> Any:
+        """Queue the copy of `source`, uint8, from the device, and let the thread write it home.
+
+        Returns the event after which the device's memory may change.
+        """
+        buffer = self._take()
+        free = None if buffer.task is None else buffer.task.result()
+        buffer.copied = self._queues.copy(buffer.flat[: len(source)], source, after=free)
+        buffer.task = self._worker.submit(self._scatter, buffer, homes, views)
+        return buffer.copied
+
+    def settle(self) -> None:
+        """Wait until all is home."""
+        for buffer in self.buffers:
+            if buffer.task is not None:
+                buffer.task.result()
+
+    def _take(self) -> "RingBuffer":
+        """Return the next buffer, once the thread is done with it."""
+        buffer = self.buffers[self._turn % len(self.buffers)]
+        self._turn += 1
+        if buffer.task is not None:
+            buffer.task.result()
+        return buffer
+
+    def _gather(self, buffer: "RingBuffer", homes, views) -> Any:
+        if buffer.copied is not None:
+            self._queues.synchronize(buffer.copied)
+        for part, home in zip(views(buffer.flat), homes, strict=True):
+            part.copy_(home)
+        return self._queues.host_used(buffer.flat, "write")
+
+    def _scatter(self, buffer: "RingBuffer", homes, views) -> Any:
+        self._queues.synchronize(buffer.copied)
+        for part, home in zip(views(buffer.flat), homes, strict=False):  # the trained come first
+            home.copy_(part)
+        return self._queues.host_used(buffer.flat, "read")
+
+
+@dataclass(eq=False)
+class RingBuffer:
+    """One buffer of a ring."""
+
+    flat: Tensor  # uint8
+    task: Future[Any] | None = None  # the thread's last use of it
+    copied: Any = None  # the event of its last copy to or from the device
 
 
 class Moved:

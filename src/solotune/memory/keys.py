@@ -9,14 +9,15 @@ from solotune.errors import ConfigError
 MEMORY_KEYS = (
     "log_memory batch_size gradient_accumulation_steps clip_grad_norm "
     "enable_activation_checkpointing ac_mode ac_option enable_activation_offloading "
-    "activation_offload_to optimizer_in_bwd optimizer_state on_nonfinite"
+    "activation_offload_to optimizer_in_bwd optimizer_state resident_layers on_nonfinite"
 ).split()
 
 
 def is_layer_major(on: Mapping[str, Any]) -> bool:
     """Whether these values ask for the layer-major schedule."""
     several = on["gradient_accumulation_steps"] > 1
-    return on["optimizer_in_bwd"] and (several or on["clip_grad_norm"] is not None)
+    streams = on["resident_layers"] is not None
+    return on["optimizer_in_bwd"] and (several or streams or on["clip_grad_norm"] is not None)
 
 
 def check_memory_keys(on: Mapping[str, Any]) -> None:
@@ -36,8 +37,17 @@ def check_memory_keys(on: Mapping[str, Any]) -> None:
     if mode == "selective" and (layer_major or not on["enable_activation_checkpointing"]):
         raise ConfigError(
             "ac_mode=selective needs enable_activation_checkpointing=True, and has no effect where "
-            "optimizer_in_bwd meets accumulation or clipping (full checkpointing): use ac_mode=full"
+            "optimizer_in_bwd meets accumulation, clipping or resident_layers (full "
+            "checkpointing): use ac_mode=full"
         )
+    if (resident := on["resident_layers"]) is not None:
+        if resident < 0:
+            raise ConfigError(f"resident_layers={resident}: use 0 or more, or null for all")
+        if not on["optimizer_in_bwd"]:
+            raise ConfigError(
+                f"resident_layers={resident} streams weights in the layer-major schedule, where "
+                "each is needed twice a step: set optimizer_in_bwd=True, or resident_layers=null"
+            )
     in_backward = on["optimizer_in_bwd"] and on["clip_grad_norm"] is None
     if on["on_nonfinite"] == "skip" and in_backward:
         raise ConfigError(

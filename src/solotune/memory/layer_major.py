@@ -14,7 +14,7 @@ Shapes: B batch, S tokens, D width.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ from solotune.memory.stepping import Stepper
 from solotune.models import Decoder
 
 LAYER_MAJOR_FACT = (
-    "optimizer_in_bwd with accumulation or clipping: layer-major schedule, which implies full "
-    "activation checkpointing; block inputs, and with clipping gradients, wait on the host"
+    "optimizer_in_bwd with accumulation, clipping or resident_layers: layer-major schedule, which "
+    "implies full activation checkpointing; block inputs, and with clipping gradients, wait on the "
+    "host"
 )
 
 
@@ -57,15 +58,20 @@ def layer_major_step(
         for parameter in parameters:
             parameter.grad = None
 
+    lowest = _lowest_trained(model)
+    downwards = list(model.blocks)[lowest:][::-1]
+    stepping = [] if gradients is None else list(filter(_is_trained, downwards))
+    visit = host.visits([*model.blocks, *downwards, *stepping])
+
     # Forward: of each block only its inputs are kept; of frozen ones at the bottom nothing.
     hidden = [model.embed(batch.tokens_BS) for batch in group]
-    lowest = _lowest_trained(model)
     inputs: list[list[Moved]] = []
     with torch.no_grad():
         for number, block in enumerate(model.blocks):
             if number >= lowest:
                 inputs.append([host.move_activation(x_BSD) for x_BSD in hidden])
-            hidden = [block(x_BSD, c) for x_BSD, c in zip(hidden, contexts, strict=True)]
+            with visit():
+                hidden = [block(x_BSD, c) for x_BSD, c in zip(hidden, contexts, strict=True)]
 
     # The head: final norm, projection, loss.
     mean_loss = torch.zeros((), device=model.device)
@@ -81,29 +87,32 @@ def layer_major_step(
         if not (num_targets and math.isfinite(loss_value)):
             _drop_gradients(model)
             return loss_value, None
-    complete([p for p in _outside_blocks(model) if p is not model.embed_tokens.weight])
+    embedding = list(model.embed_tokens.parameters())
+    inside = {id(p) for p in (*model.blocks.parameters(), *embedding)}
+    head = [p for p in model.parameters() if id(p) not in inside]
+    complete(head)
 
     # Backward, from the top: recompute a block for each micro-batch, then let it step.
     waiting = deque(moved for block_inputs in reversed(inputs) for moved in block_inputs)
     inputs.clear()
-    embedding = model.embed_tokens.weight
-    for number in range(len(model.blocks) - 1, lowest - 1, -1):
-        block = model.blocks[number]
-        for index, context in enumerate(contexts):
-            moved = waiting.popleft()
-            if waiting:  # the next one's copy runs beside this one's computation
-                waiting[0].fetch()
-            if len(waiting) > 1:
-                waiting[1].read_ahead()
-            x_BSD = moved.take().requires_grad_(number > lowest or embedding.requires_grad)
-            block(x_BSD, context).backward(hidden[index])
-            if x_BSD.grad is not None:
-                hidden[index] = x_BSD.grad
-        complete(list(block.parameters()))
+    for block in downwards:
+        with visit(writes=gradients is None):
+            for index, context in enumerate(contexts):
+                moved = waiting.popleft()
+                if waiting:  # the next one's copy runs beside this one's computation
+                    waiting[0].fetch()
+                if len(waiting) > 1:
+                    waiting[1].read_ahead()
+                goes_on = block is not downwards[-1] or _is_trained(model.embed_tokens)
+                x_BSD = moved.take().requires_grad_(goes_on)
+                block(x_BSD, context).backward(hidden[index])
+                if x_BSD.grad is not None:
+                    hidden[index] = x_BSD.grad
+            complete(list(block.parameters()))
 
     tokens = [batch.tokens_BS for batch in group]
     model.add_embedding_gradient(list(zip(tokens, hidden, strict=True)))
-    complete(list(model.embed_tokens.parameters()))
+    complete(embedding)
     if gradients is None or clip is None:
         return loss_value, None
 
@@ -111,10 +120,18 @@ def layer_major_step(
     loss_value, norm_value = host.read(mean_loss, norm)
     if num_targets and math.isfinite(loss_value) and math.isfinite(norm_value):
         factor = (clip / (norm + 1e-6)).clamp(max=1.0)
-        for parameter, gradient in gradients.give_back():
-            parameter.grad = gradient.mul_(factor)
-            stepper.step([parameter])
-            parameter.grad = None
+
+        def step(parameters: Iterable[nn.Parameter]) -> None:
+            for parameter, gradient in gradients.give_back(parameters):
+                parameter.grad = gradient.mul_(factor)
+                stepper.step([parameter])
+                parameter.grad = None
+
+        step(head)
+        for block in stepping:
+            with visit(writes=True):
+                step(block.parameters())
+        step(embedding)
     return loss_value, norm_value
 
 
@@ -123,7 +140,7 @@ class _Parked:
 
     def __init__(self, host: HostMemory) -> None:
         self._host = host
-        self._moved: list[tuple[nn.Parameter, Moved]] = []
+        self._moved: deque[tuple[nn.Parameter, Moved]] = deque()
         self._norms: list[Tensor] = []
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -137,27 +154,32 @@ class _Parked:
         """Return the global L2 norm, in fp32, on the device."""
         return torch.linalg.vector_norm(torch.stack(self._norms))
 
-    def give_back(self):
-        """Yield each parameter with its gradient on the device, fetching one ahead."""
-        self._moved.reverse()
-        while self._moved:
-            parameter, moved = self._moved.pop()  # what was given back is not kept here
+    def give_back(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield `parameters` with their gradients on the device, in the order they were taken in.
+
+        One is fetched ahead; what was given back is not kept here.
+        """
+        for parameter in parameters:
+            if not (self._moved and self._moved[0][0] is parameter):
+                continue  # it has no gradient
+            _, moved = self._moved.popleft()
             if self._moved:
-                self._moved[-1][1].fetch()
+                self._moved[0][1].fetch()
             yield parameter, moved.take()
 
 
 def _lowest_trained(model: Decoder) -> int:
     """Return the number of the first block that backward must reach."""
-    if model.embed_tokens.weight.requires_grad:
+    if _is_trained(model.embed_tokens):
         return 0
-    trained = [any(p.requires_grad for p in block.parameters()) for block in model.blocks]
+    trained = [_is_trained(block) for block in model.blocks]
     return trained.index(True) if any(trained) else len(trained)
 
 
-def _outside_blocks(model: Decoder) -> list[nn.Parameter]:
-    inside = {id(p) for p in model.blocks.parameters()}
-    return [p for p in model.parameters() if id(p) not in inside]
+def _is_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 def _drop_gradients(model: Decoder) -> None:

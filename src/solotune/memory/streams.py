@@ -5,6 +5,8 @@ in which order and after which event, can be kept: `unordered` finds in it what 
 the wrong order. So the logic of offloading is tested where there is no card.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -33,6 +35,10 @@ class Queues(Protocol):
 
     def synchronize(self, event: Any) -> None:
         """Let a worker thread, never the main one, wait for `event`."""
+        ...
+
+    def host_used(self, tensor: Tensor, kind: Literal["read", "write"]) -> Any:
+        """Say that a worker thread has used host memory; return what a copy is to wait for."""
         ...
 
 
@@ -71,6 +77,9 @@ class CudaQueues:
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
+    def host_used(self, tensor: Tensor, kind: Literal["read", "write"]) -> None:
+        return None  # a copy that is queued now comes after what the host has done
+
 
 @dataclass(frozen=True)
 class Access:
@@ -96,7 +105,7 @@ class CpuQueues:
 
     log: list[Access | Mark] = field(default_factory=list)
     logging: bool = False
-    _events: int = 0
+    _numbers: Iterator[int] = field(default_factory=itertools.count)  # threads share it
     _kept: list[Tensor] = field(default_factory=list)
 
     def copy(self, target: Tensor, source: Tensor, *, after: int | None = None) -> int:
@@ -118,6 +127,10 @@ class CpuQueues:
     def synchronize(self, event: int) -> None:
         self._mark(HOST, event, "wait")
 
+    def host_used(self, tensor: Tensor, kind: Literal["read", "write"]) -> int:
+        self._access(HOST, tensor, kind)
+        return self._record(HOST)
+
     def uses(self, tensor: Tensor, kind: Literal["read", "write"]) -> None:
         self._access(COMPUTE, tensor, kind)
 
@@ -127,9 +140,9 @@ class CpuQueues:
             self.log.append(Access(queue, tensor.untyped_storage().data_ptr(), kind))
 
     def _record(self, queue: str) -> int:
-        self._events += 1
-        self._mark(queue, self._events, "record")
-        return self._events
+        event = next(self._numbers)
+        self._mark(queue, event, "record")
+        return event
 
     def _mark(self, queue: str, event: int, kind: Literal["record", "wait"]) -> None:
         if self.logging:

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -118,8 +119,10 @@ def check_weights(step: int, model: nn.Module) -> None:
 
     A gradient that was not finite shows in the weights where they step inside backward.
     """
-    finite = [p.detach().isfinite().all() for p in model.parameters()]
-    if not bool(torch.stack(finite).all()):
+    finite = defaultdict(list)  # by device: streamed weights are in host memory
+    for parameter in model.parameters():
+        finite[parameter.device].append(parameter.detach().isfinite().all())
+    if not all(bool(torch.stack(checks).all()) for checks in finite.values()):
         names = [name for name, p in model.named_parameters() if not p.isfinite().all()]
         raise TrainingError(
             f"step {step}: {names[0]} holds numbers that are not finite, so nothing was saved: "
