@@ -55,8 +55,7 @@ def main(words: list[str]) -> int:
     module = import_recipe(recipe)
     cfg = loaded.instance(module.Config)
     with located(cfg):
-        module.main(cfg)
-    return 0
+        return module.main(cfg) or 0  # an exit code, or nothing
 
 
 def import_recipe(recipe: Path) -> ModuleType:

@@ -276,8 +276,8 @@ def evaluate(model: Decoder, loss_fn: nn.Module, loader: Loader, host: HostMemor
     return host.read(total)[0]
 
 
-def main(cfg: Config) -> None:
-    """Everything in the order in which it happens."""
+def main(cfg: Config) -> int:
+    """Everything in the order in which it happens; return the exit code."""
     validate(cfg)
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
@@ -392,8 +392,9 @@ def main(cfg: Config) -> None:
                 if stop and step < total_steps:
                     again = origin(cfg).command([f"resume_from_checkpoint={output_dir}"])
                     log.facts(f"stopped by {stop.signal_name}; go on with: {again}")
-                    return
+                    return stop.exit_code
     print(checkpoint.finish())
+    return 0
 
 
 if __name__ == "__main__":

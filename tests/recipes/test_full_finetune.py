@@ -37,8 +37,8 @@ def bf16_model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def run(model: Path, data: Path, output: Path, **changes: object) -> Path:
-    assert tune("run", RECIPE, *basics(model, data, output_dir=output, **changes)) == 0
+def run(model: Path, data: Path, output: Path, code: int = 0, **changes: object) -> Path:
+    assert tune("run", RECIPE, *basics(model, data, output_dir=output, **changes)) == code
     return output
 
 
@@ -278,7 +278,7 @@ def test_a_run_stopped_where_validation_is_due_goes_on_as_if_it_had_not(
     capsys.readouterr()
     with monkeypatch.context() as patch:
         signal_at(patch, 2, number)
-        stopped = run(models["untied"], chats, tmp_path / "stopped", **keys)
+        stopped = run(models["untied"], chats, tmp_path / "stopped", 128 + number, **keys)
     last = capsys.readouterr().out.splitlines()[-1]
     told = f"stopped by {number.name}; go on with: tune "
     assert last.startswith(told)

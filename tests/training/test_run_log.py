@@ -1,6 +1,7 @@
 """What a run writes: its folder, metrics.jsonl, run.json."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -114,6 +115,14 @@ def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:
 def test_every_n_steps_are_written_and_the_last_one_always(tmp_path: Path) -> None:
     steps(run_log(tmp_path, config_yaml="", every=4), 1, 10, total=10)
     assert [row["step"] for row in rows_of(tmp_path)] == [4, 8, 10]
+
+
+def test_a_step_that_is_not_finite_is_always_written(tmp_path: Path) -> None:
+    log = run_log(tmp_path, config_yaml="", every=4)
+    with log.running(8, first_step=0):
+        for step, loss in enumerate([1.0, math.inf, 1.0, 1.0], start=1):
+            log.step(step, [batch()], loss=loss, lr=1e-3)
+    assert [(row["step"], row["loss"]) for row in rows_of(tmp_path)] == [(2, None), (4, 1.0)]
 
 
 def test_a_row_holds_what_was_measured_and_no_nan(

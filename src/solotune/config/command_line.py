@@ -75,7 +75,9 @@ def load_arguments(recipe: Path, options: argparse.Namespace) -> Loaded:
     return loaded
 
 
-def run_recipe(main: Callable[[ConfigClass], None], config_class: type[ConfigClass]) -> NoReturn:
+def run_recipe(
+    main: Callable[[ConfigClass], int | None], config_class: type[ConfigClass]
+) -> NoReturn:
     """Run a recipe file as a script: call `main` with the Config that the command line asks for.
 
     Ends the process as `tune run` does: a user's mistake is one sentence and an exit code.
@@ -90,7 +92,6 @@ def run_recipe(main: Callable[[ConfigClass], None], config_class: type[ConfigCla
         options = parser.parse_intermixed_args(words)
         cfg = load_arguments(recipe, options).instance(config_class)
         with located(cfg):
-            main(cfg)
-        return 0
+            return main(cfg) or 0
 
     sys.exit(exit_code(run, words))

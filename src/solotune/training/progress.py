@@ -139,6 +139,11 @@ class StopFlag:
     def __bool__(self) -> bool:
         return self.signal_name is not None
 
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports of a command ended by a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + signal.Signals[self.signal_name] if self.signal_name else 0
+
     def _set(self, number: int, _frame: Any) -> None:
         if self:
             raise KeyboardInterrupt

@@ -192,7 +192,7 @@ class RunLog:
     def step(self, step: int, group: Sequence[Batch], **metrics: Any) -> None:
         """Count a step over `group`, and write and show its metrics where it is due.
 
-        The last step always is.
+        The last step always is, and one whose loss is not finite.
         """
         num_targets = sum(batch.num_targets for batch in group)
         if not num_targets:
@@ -202,7 +202,7 @@ class RunLog:
         self._bar.update()
         if self._profiler is not None:
             self._profiler.step()
-        if step % self._every and step != self._total:
+        if step % self._every and step != self._total and math.isfinite(metrics["loss"]):
             return
         seconds = max(time.perf_counter() - self._since, 1e-9)
         row = {
