@@ -2,6 +2,7 @@
 
 from solotune.checkpoint.checkpointer import Checkpointer
 from solotune.checkpoint.folders import model_folder
+from solotune.checkpoint.four_bit import stored_four_bit
 from solotune.checkpoint.load import LoadReport, load_weights
 from solotune.checkpoint.training_state import environment_changes, resume_lines
 
@@ -12,4 +13,5 @@ __all__ = [
     "load_weights",
     "model_folder",
     "resume_lines",
+    "stored_four_bit",
 ]

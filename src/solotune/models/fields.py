@@ -24,7 +24,7 @@ _INERT = frozenset(
     "architectures model_type torch_dtype dtype transformers_version use_cache initializer_range "
     "bos_token_id eos_token_id pad_token_id _name_or_path is_llama_config rope_interleaved "
     "transformers.js_config return_dict output_hidden_states output_attentions auto_map "
-    "max_window_layers cache_implementation".split()
+    "max_window_layers cache_implementation quantization_config".split()
 )
 _NO = (None, False)
 _ZERO = (None, 0)
@@ -45,7 +45,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": _NO,
     "layer_types": (None,),
     "no_rope_layers": (None,),
-    "quantization_config": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "query_pre_attn_scalar": (None,),
@@ -154,6 +153,7 @@ class Fields:
                 raise CheckpointError(
                     f"config.json: {field}={config[field]!r} is not {kind}: fetch the file again"
                 )
+        _check_quantization(config.get("quantization_config"), family=self.family)
         for field, neutral in self.neutral.items():
             if field in config and config[field] not in neutral:
                 raise CheckpointError(
@@ -165,6 +165,26 @@ class Fields:
             if value is REQUIRED:
                 raise KeyError(field)
         return values
+
+
+def _check_quantization(quantization: Any, *, family: str) -> None:
+    """Raise for weights that are not as they were trained, but for bitsandbytes' 4 bits.
+
+    Which of these a folder holds, and who may train over them, is seen where they are loaded.
+    """
+    if quantization is None:
+        return
+    fields = quantization if isinstance(quantization, dict) else {}
+    method = fields.get("quant_method", "bitsandbytes")
+    if method == "bitsandbytes" and fields.get("load_in_4bit") is True:
+        return
+    eight = {"load_in_8bit": True} if fields.get("load_in_8bit") else {}
+    shown = {"quant_method": method} | eight
+    raise CheckpointError(
+        f"config.json: quantization_config={shown} is not supported for {family} models "
+        "(supported: bitsandbytes with load_in_4bit): use the unquantised checkpoint; "
+        "quantize_base=nf4 puts it into 4 bits while it loads"
+    )
 
 
 def one_rope(values: Mapping[str, Any], *, theta: float = 10000.0, **beside: Any) -> dict[str, Any]:

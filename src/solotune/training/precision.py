@@ -47,13 +47,17 @@ def set_dtype(model: Model, dtype: torch.dtype) -> Model:
     0.003 % of the weights. Call it while the model is on meta: no memory moves.
     """
     for parameter in model.parameters():
-        target = torch.float32 if parameter.dim() == 1 else dtype
-        parameter.data = parameter.data.to(target)
+        if parameter.is_floating_point():  # a weight in 4 bits is bytes
+            target = torch.float32 if parameter.dim() == 1 else dtype
+            parameter.data = parameter.data.to(target)
     return model
 
 
 def parameter_lines(model: nn.Module) -> list[str]:
-    """Return one printed line for each dtype and device: how many tensors and parameters."""
+    """Return one printed line for each dtype and device: how many tensors and parameters.
+
+    Of weights in 4 bits it is how many bytes.
+    """
     tensors: Counter[tuple[str, str]] = Counter()
     numbers: Counter[tuple[str, str]] = Counter()
     for parameter in model.parameters():
@@ -61,6 +65,7 @@ def parameter_lines(model: nn.Module) -> list[str]:
         tensors[kind] += 1
         numbers[kind] += parameter.numel()
     return [
-        f"{numbers[kind]:>15,} parameters in {tensors[kind]} tensors, {kind[0]} on {kind[1]}"
+        f"{numbers[kind]:>15,} {'bytes' if kind[0] == 'uint8' else 'parameters'} in "
+        f"{tensors[kind]} tensors, {kind[0]} on {kind[1]}"
         for kind, _ in numbers.most_common()
     ]
