@@ -9,7 +9,7 @@ Label:    bit-exact. Figures: docs/activation_offloading.md
 import os
 import tempfile
 from collections import defaultdict, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from solotune.device_kind import is_planning
 from solotune.errors import CheckpointError
 from solotune.memory.host import HostMemory, Moved
+from solotune.memory.workers import Worker
 
 _MOST_PENDING = 4  # writes: a slow disk must not collect staging buffers
 
@@ -34,7 +36,7 @@ class Disk:
         self.folder = folder
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # bytes -> mapped files
         self._pending: deque[Future[None]] = deque()
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="activations")
+        self._worker = Worker("activations")
 
     def move(self, host: HostMemory, source: Tensor) -> "OnDisk":
         """Return a tensor on its way to a file."""
@@ -62,6 +64,8 @@ class Disk:
         return self._worker.submit(host.stage, mapped)
 
     def _new_file(self, num_bytes: int) -> Tensor:
+        if is_planning():
+            return torch.empty(num_bytes, dtype=torch.uint8)
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 allocate(file, num_bytes)

@@ -56,7 +56,7 @@ class _Stash:
 
     def __init__(self, host: HostMemory, *, keep: Iterable[Tensor]) -> None:
         self.host = host
-        self._keep = {t.untyped_storage().data_ptr() for t in keep}  # hooks see weights as views
+        self._keep = {t.untyped_storage()._cdata for t in keep}  # hooks see weights as views
         self._stashed: list[_Stashed | None] = []  # in the order of the forward
         self._indexes: dict[tuple[int, int, torch.dtype], int] = {}
         self._refs: list[StorageWeakRef] = []  # while they live no other storage has the address
@@ -73,7 +73,7 @@ class _Stash:
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         storage = tensor.untyped_storage()
-        is_kept = storage.data_ptr() in self._keep
+        is_kept = storage._cdata in self._keep
         if is_kept or not tensor.is_floating_point() or tensor.numel() == 0:
             return tensor
         ref = StorageWeakRef(storage)

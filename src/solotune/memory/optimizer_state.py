@@ -9,7 +9,7 @@ Label:    bit-exact. Figures: docs/optimizer_state.md
 
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from solotune.device_kind import device_kind, is_planning
 from solotune.errors import CheckpointError, ConfigError
 from solotune.memory.disk import allocate
 from solotune.memory.host import HostMemory
+from solotune.memory.workers import Worker
 
 SMALLEST_BYTES = 4096  # tensors below it stay: step counters, quantisation maps
 
@@ -59,7 +62,7 @@ class StateHome:
         self.host = host
         self.folder = folder
         # On CPU the optimizer steps the mapped files themselves.
-        self._in_place = folder is not None and host.device.type == "cpu"
+        self._in_place = folder is not None and device_kind(host.device) == "cpu"
         self._num_files = 0
         self.num_bytes = 0  # of all state here: what a step reads, and writes
         self._slots: dict[nn.Parameter, list[_Slot]] = {}
@@ -67,7 +70,7 @@ class StateHome:
         self._written: list[Future[None]] = []
         # One thread, so that what is queued for it runs in order: a read of a home comes after
         # the write to it.
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer-state")
+        self._worker = Worker("optimizer-state")
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -147,7 +150,7 @@ class StateHome:
         return slots
 
     def _new_home(self, value: Tensor) -> Tensor:
-        if self.folder is None:
+        if self.folder is None or is_planning():
             return torch.empty_like(value, device="cpu")
         path = self.folder / f"{self._num_files}.bin"
         self._num_files += 1
@@ -182,9 +185,9 @@ def _large_tensors(state: dict[str, Any]) -> Iterator[tuple[Any, str, Tensor]]:
     for name, value in list(state.items()):
         if not isinstance(value, Tensor):
             continue
-        if type(value) is Tensor:
-            parts = [(state, name, value)]
-        else:
+        if is_traceable_wrapper_subclass(value):
             names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
             parts = [(value, part, getattr(value, part)) for part in names]
+        else:
+            parts = [(state, name, value)]
         yield from (part for part in parts if part[2].nbytes >= SMALLEST_BYTES)

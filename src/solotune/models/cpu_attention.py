@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from solotune.device_kind import to_list
+
 # Query rows of one block. A block sees the keys up to its own end only, so smaller blocks waste
 # less on masked pairs; larger ones have fewer calls. 256 was the fastest of 128, 256, 512.
 _BLOCK_ROWS = 256
@@ -69,7 +71,7 @@ def backward(
 
 def _blocks(segments_BM: Tensor, window: int | None) -> Iterator[tuple[int, slice, slice]]:
     """Yield (batch row, query rows, their keys) of each block; on CPU lengths cost no sync."""
-    for row, lengths in enumerate(segments_BM.tolist()):
+    for row, lengths in enumerate(to_list(segments_BM)):
         start = 0
         for length in lengths:
             for first in range(start, start + length, _BLOCK_ROWS):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from solotune.device_kind import device_kind
 from solotune.errors import ConfigError
 from solotune.optim.moments import BLOCK, new_moment, read_moment, write_moment_
 from solotune.optim.noise import Noise
@@ -88,7 +89,7 @@ class Compensated(Optimizer):
         rounds |= parameter.dtype != torch.float32 and "remainder" not in state
         noise = Noise(parameter.device, **key) if rounds else None
 
-        size = _PIECE_ON_CPU if parameter.device.type == "cpu" else _PIECE
+        size = _PIECE_ON_CPU if device_kind(parameter) == "cpu" else _PIECE
         weight, grad = parameter.view(-1), grad.contiguous().view(-1)
         for start in range(0, weight.numel(), size):
             piece = slice(start, start + size)

@@ -42,7 +42,7 @@ def read_moment(moment: Tensor, scale: Tensor | None) -> Tensor:
 def write_moment_(moment: Tensor, scale: Tensor | None, value: Tensor, noise: Noise | None) -> None:
     """Keep `value`, fp32 and flat; it may be overwritten."""
     if moment.dtype == torch.float32:
-        if moment.data_ptr() != value.data_ptr():
+        if value is not moment:
             moment.copy_(value)
         return
     assert noise is not None

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from solotune.device_kind import device_kind
+
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm.
@@ -31,7 +33,7 @@ def _batches(grads: list[Tensor]) -> list[list[Tensor]]:
 
     On CPU pieces: its norm in fp32 copies a bf16 input, and an embedding's copy would be a peak.
     """
-    if grads[0].device.type == "cpu":
+    if device_kind(grads[0]) == "cpu":
         return [list(_flat(grad).split(2**20)) for grad in grads]
     return [[g for g in grads if g.dtype == dtype] for dtype in {g.dtype: None for g in grads}]
 
