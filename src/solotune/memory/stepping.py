@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from solotune.device_kind import device_kind
 from solotune.memory.optimizer_state import StateHome
 
 _BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit state
@@ -121,7 +122,7 @@ def _pieces(optimizer: Any, parameter: nn.Parameter) -> Iterator[nn.Parameter]:
     state, numel = optimizer.state[parameter], parameter.numel()
     state1 = state["state1"]
     by_blocks = state1.dtype == torch.uint8 and state1.numel() == numel  # AdEMAMix keeps two in one
-    if parameter.device.type != "cpu" or not by_blocks or numel <= _CPU_PIECE:
+    if device_kind(parameter) != "cpu" or not by_blocks or numel <= _CPU_PIECE:
         yield parameter
         return
     assert parameter.grad is not None
