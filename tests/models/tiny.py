@@ -111,7 +111,7 @@ def forward(
     `x_BSD` is the embedded batch, where its gradient is wanted.
     """
     x_BSD = model.embed(batch.tokens_BS) if x_BSD is None else x_BSD
-    context = model.context(batch.positions_BS, batch.segments_BM)
+    context = model.context(batch.positions_BS, batch.segments_BM, key=batch.key)
     around_block = nullcontext
     if host is not None:
         keep = (*model.parameters(), *context.tensors(), x_BSD)
@@ -135,7 +135,7 @@ def accumulate_gradients(
     for batch in batches:
         x_BSD = model.embed(batch.tokens_BS).requires_grad_()
         hidden_BSD = forward(model, batch, x_BSD=x_BSD, host=host)
-        loss = loss_fn(hidden_BSD, model.output_weight, batch, num_targets)
+        loss = loss_fn(hidden_BSD, model.head, batch, num_targets)
         loss.backward()
         total += loss.detach()
         embedded.append((batch.tokens_BS, x_BSD.grad))

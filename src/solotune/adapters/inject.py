@@ -31,6 +31,11 @@ def inject(model: Decoder, adapter: LoRA) -> list[str]:
     ConfigError where a target fits no layer, or the rank is above a layer's width.
     """
     names = target_names(model, adapter)
+    if adapter.dora and adapter.dropout and "lm_head" in names:
+        raise ConfigError(
+            "adapter.dropout with adapter.dora cannot adapt lm_head: leave it out of "
+            "adapter.targets, or set one of the two off"
+        )
     layers = adaptable_layers(model)
     for name in names:
         width = min(_widths(layers[name]))
@@ -47,6 +52,7 @@ def inject(model: Decoder, adapter: LoRA) -> list[str]:
             name,
             rank=adapter.rank,
             scaling=adapter.scaling,
+            dropout=adapter.dropout,
             dora=adapter.dora,
             dtype=_DTYPES[adapter.dtype],
         )
@@ -54,7 +60,14 @@ def inject(model: Decoder, adapter: LoRA) -> list[str]:
 
 
 def adapt_layer(
-    model: Decoder, name: str, *, rank: int, scaling: float, dora: bool, dtype: torch.dtype
+    model: Decoder,
+    name: str,
+    *,
+    rank: int,
+    scaling: float,
+    dropout: float,
+    dora: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Add an adapter on meta to one layer, whose own weights stay."""
     if name == "lm_head" and model.lm_head is None:
@@ -62,7 +75,7 @@ def adapt_layer(
     layer = model.get_submodule(name)
     layer.__class__ = adapted_class(type(layer))
     assert isinstance(layer, AdaptedLayer)
-    layer.add_adapter(rank=rank, scaling=scaling, dora=dora, dtype=dtype)
+    layer.add_adapter(name, rank=rank, scaling=scaling, dropout=dropout, dora=dora, dtype=dtype)
 
 
 def initialize(model: Decoder, seed: int) -> None:

@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from solotune.adapters.lora_dropout import drop, drop_and_project, layer_key
+from solotune.device_kind import device_kind
 from solotune.models.embedding import Embedding
 from solotune.models.linear import Linear
+from solotune.models.output import AdaptedOutput
 
 _PIECE = 2**22  # numbers of a weight that are in fp32 at once, on a CPU
 
@@ -38,29 +41,76 @@ class LoRALinear(Linear):
     lora_B: Factor  # (O, R)
     lora_magnitude_vector: nn.Parameter | None  # (O,)
     scaling: float
+    dropout: float
 
-    def add_adapter(self, *, rank: int, scaling: float, dora: bool, dtype: torch.dtype) -> None:
-        self.scaling = scaling
+    def add_adapter(
+        self,
+        name: str,
+        *,
+        rank: int,
+        scaling: float,
+        dropout: float,
+        dora: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """Add the parameters, on meta; `name` is the layer's in the model."""
+        self.scaling, self.dropout, self.layer_key = scaling, dropout, layer_key(name)
         self.lora_A = Factor(rank, self.in_features, dtype)
         self.lora_B = Factor(self.out_features, rank, dtype)
         magnitude = _new(self.out_features, dtype=torch.float32) if dora else None
         self.register_parameter("lora_magnitude_vector", magnitude)
 
     def forward(self, input: Tensor, context: Any = None) -> Tensor:
-        input_TI = input.flatten(0, -2)  # what is added to in place must not be a view
-        y_TO = super().forward(input_TI)
-        dtype = y_TO.dtype
-        low_TR = F.linear(input_TI.to(dtype), self.lora_A.weight.to(dtype))
-        up_RO = self.lora_B.weight.to(dtype).T
-        if self.lora_magnitude_vector is None:
-            return y_TO.addmm_(low_TR, up_RO, alpha=self.scaling).unflatten(0, input.shape[:-1])
-        if self.bias is not None:
-            y_TO = y_TO - self.bias.to(dtype)
-        y_TO = y_TO.addmm_(low_TR, up_RO, alpha=self.scaling)
-        y_TO = (y_TO * self.row_scale()).to(dtype)  # in fp32: it is near 1
-        if self.bias is not None:
-            y_TO = y_TO + self.bias.to(dtype)
+        batch_key = None if context is None or not self.dropout else context.key
+        input_TI = input.flatten(0, -2)
+        y_TO = super().forward(input_TI)  # no view: it is added to in place
+        up_RO = self.lora_B.weight.to(y_TO.dtype).T
+        if self.lora_magnitude_vector is not None:
+            y_TO = self._forward_dora(input_TI, y_TO, up_RO, batch_key)
+        else:
+            low_TR = self._down(input_TI.to(y_TO.dtype), batch_key)
+            y_TO = y_TO.addmm_(low_TR, up_RO, alpha=self.scaling)
         return y_TO.unflatten(0, input.shape[:-1])
+
+    @property
+    def output(self) -> AdaptedOutput:
+        """What a loss takes of an output layer."""
+
+        def down(hidden: Tensor, key: int | None) -> Tensor:
+            on_host = None if key is None or not self.dropout else torch.tensor(key, device="cpu")
+            return self._down(hidden, on_host)
+
+        scale_V = None if self.lora_magnitude_vector is None else self.row_scale()
+        return AdaptedOutput(self.weight, down, self.lora_B.weight * self.scaling, scale_V)
+
+    def _down(self, x: Tensor, batch_key: Tensor | None) -> Tensor:
+        """Return x A^T, (..., R), of what is left of x."""
+        down_RI = self.lora_A.weight.to(x.dtype)
+        if batch_key is None:
+            return F.linear(x, down_RI)
+        return drop_and_project(x, down_RI, batch_key, self.layer_key, self.dropout)
+
+    def _forward_dora(
+        self, input_TI: Tensor, y_TO: Tensor, up_RO: Tensor, batch_key: Tensor | None
+    ) -> Tensor:
+        """Return the layer's result, given that of the base, `y_TO`, which may be overwritten.
+
+        With dropout, as PEFT has it: y + (scale - 1) * W drop(x) + scale * scaling * B A drop(x).
+        """
+        dtype, rest_TO = y_TO.dtype, None
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if batch_key is not None:
+            input_TI = drop(input_TI, batch_key, self.layer_key, self.dropout)
+            rest_TO, y_TO = y_TO, super().forward(input_TI)
+        product_TO = y_TO if bias is None else y_TO - bias
+        if rest_TO is not None:
+            rest_TO = rest_TO - product_TO
+        low_TR = self._down(input_TI.to(dtype), None)
+        sum_TO = product_TO.addmm_(low_TR, up_RO, alpha=self.scaling)
+        scaled_TO = sum_TO * self.row_scale()  # in fp32: the scale is near 1
+        if rest_TO is not None:
+            return (scaled_TO + rest_TO).to(dtype)
+        return scaled_TO.to(dtype) if bias is None else (scaled_TO + bias).to(dtype)
 
     def row_scale(self) -> Tensor:
         """Return trained length / length of each row of W + scaling * B A, (O,), in fp32.
@@ -106,7 +156,17 @@ class LoRAEmbedding(Embedding):
     lora_magnitude_vector: nn.Parameter | None  # (D,)
     scaling: float
 
-    def add_adapter(self, *, rank: int, scaling: float, dora: bool, dtype: torch.dtype) -> None:
+    def add_adapter(
+        self,
+        name: str,
+        *,
+        rank: int,
+        scaling: float,
+        dropout: float,
+        dora: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """Add the parameters, on meta; there is no dropout, as in PEFT."""
         self.scaling = scaling
         self.lora_embedding_A = _new(rank, self.num_embeddings, dtype=dtype)
         self.lora_embedding_B = _new(self.embedding_dim, rank, dtype=dtype)
@@ -163,7 +223,7 @@ class LoRAEmbedding(Embedding):
 
 
 @cache
-def adapted_class(base: type[nn.Module]) -> type[LoRALinear] | type[LoRAEmbedding]:
+def adapted_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return the class of an adapted layer that was of the class `base`; always the same one.
 
     Blocks share compiled code only where their classes are the same.
@@ -179,7 +239,9 @@ def row_squares(weight_OI: Tensor) -> Tensor:
 
     On CPU some rows at a time: its norm in fp32 copies a bf16 input.
     """
-    rows = max(1, _PIECE // weight_OI.size(1)) if weight_OI.is_cpu else len(weight_OI)
+    rows = (
+        max(1, _PIECE // weight_OI.size(1)) if device_kind(weight_OI) == "cpu" else len(weight_OI)
+    )
     pieces = weight_OI.split(rows)
     norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
     return torch.cat(norms).square_()

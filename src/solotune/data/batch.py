@@ -3,6 +3,7 @@
 B rows of the batch, S positions a row, M segments a row at most, T positions with a target.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,6 +35,7 @@ class Batch:
     host_segments_BM: "Tensor"  # int32, always on the host: lengths can be read without a sync
     num_tokens: int  # without filler
     num_targets: int
+    key: int | None = None  # of the random numbers that are drawn for it; see `batch_key`
 
     def to(self, device: "torch.device | str") -> "Batch":
         """The batch on `device`. To a card through pinned memory, without waiting for the copy."""
@@ -50,6 +52,15 @@ class Batch:
                 source = _pinned(value) if pin else value
                 moved[entry.name] = source.to(device, non_blocking=pin)
         return replace(self, **moved)
+
+
+def batch_key(seed: int, epoch: int, index: int) -> int:
+    """Return what keys the random numbers of a micro-batch: its place in a run, by hash, 63 bits.
+
+    Whatever the order in which a schedule comes to it, and after a resume, they are the same.
+    """
+    digest = hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 class Segment(NamedTuple):
@@ -88,6 +99,7 @@ def collate(
     row_length: int,
     max_segments: int,
     filler_token: int = 0,
+    key: int | None = None,
 ) -> Batch:
     """A Batch of rows, each a list of segments (or of their tokens and flags) laid side by side.
 
@@ -124,6 +136,7 @@ def collate(
         host_segments_BM=segments,
         num_tokens=int(segments_BM.sum()),
         num_targets=len(target_rows_T),
+        key=key,
     )
 
 

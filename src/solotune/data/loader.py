@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from solotune.data.batch import IGNORED, Batch, Segment, collate
+from solotune.data.batch import IGNORED, Batch, Segment, batch_key, collate
 from solotune.data.rows import EpochRows, Packs, Planner, RowPlan, Single, SplitPacks
 from solotune.data.samples import Batching, SampleSet
 from solotune.errors import ConfigError, DataError
@@ -57,12 +57,13 @@ class Loader:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 0) from batch `start` on, on the host."""
-        for rows in self.plan(number).batches(start):
+        for index, rows in enumerate(self.plan(number).batches(start), start):
             row_length = self.max_seq_len if self.batching.packed else max(r.size for r in rows)
             yield collate(
                 [self.segments(row) for row in rows],
                 row_length=row_length,
                 max_segments=self.max_segments,
+                key=batch_key(self.seed, number, index),
             )
 
     def plan(self, number: int) -> EpochRows:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from solotune.data.batch import Batch, collate
+from solotune.data.batch import Batch, batch_key, collate
 from solotune.data.files import Row
 from solotune.data.loader import Loader
 from solotune.data.report import Report
@@ -195,7 +195,7 @@ class StreamLoader(Loader):
         for _ in islice(self._rest, place - self._place):
             pass
         self._place = place
-        for _ in range(start, len(self)):
+        for index in range(start, len(self)):
             batch = list(islice(self._rest, self.batch_size))
             self._place += self.batch_size
             self.max_segments = max(len(row.samples) for _, row in batch)
@@ -204,6 +204,7 @@ class StreamLoader(Loader):
                 [block.segments(row) for block, row in batch],
                 row_length=self.max_seq_len if self.batching.packed else longest,
                 max_segments=self.max_segments,
+                key=batch_key(self.seed, number, index),
             )
 
     def _rows(self) -> Iterator[tuple[Loader, RowPlan]]:

@@ -11,10 +11,15 @@ Shapes: B batch, S tokens, T target rows, N rows of one chunk, R rows of one pie
 V vocabulary.
 """
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from solotune.device_kind import device_kind
+from solotune.losses.low_rank_logits import LowRankLogits
+from solotune.models.output import AdaptedOutput
 
 _DEFAULT_CHUNK_BYTES = 256 * 2**20  # of fp32 logits
 _CPU_TILE_BYTES = 6 * 2**20  # of fp32 softmax: stays in a shared cache
@@ -28,6 +33,7 @@ class Targets(Protocol):
 
     labels_BS: Tensor  # the target of each position, -100 where there is none
     target_rows_T: Tensor  # flat positions with a target, found in collation: no sync
+    key: int | None  # of an adapted output layer's dropout
 
 
 class _Extras(NamedTuple):
@@ -74,9 +80,15 @@ class LinearCrossEntropy(nn.Module):
         self._chunks: dict[Any, Tensor] = {}  # reused: fresh pages cost as much as the softmax
 
     def forward(
-        self, hidden_BSD: Tensor, weight_VD: Tensor, batch: Targets, num_targets: int
+        self,
+        hidden_BSD: Tensor,
+        output: Tensor | AdaptedOutput,
+        batch: Targets,
+        num_targets: int,
     ) -> Tensor:
         """Return the sum over the batch's targets divided by `num_targets`, an fp32 scalar.
+
+        `output` is the output layer: its weight (V, D), unless it is adapted.
 
         `num_targets` counts the targets of the whole optimizer step, so the losses of its
         micro-batches add up to the mean, and their gradients to its gradient.
@@ -87,9 +99,15 @@ class LinearCrossEntropy(nn.Module):
         if torch.is_autocast_enabled(kind):  # does not reach products that write into a buffer
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(kind))
         labels_T = batch.labels_BS.flatten().index_select(0, rows_T)
+        factors: list[Tensor | None] = [None, None, None]
+        if isinstance(output, AdaptedOutput):
+            low_TR = output.down(hidden_TD, batch.key if torch.is_grad_enabled() else None)
+            factors = [low_TR, output.up_VR.to(low_TR.dtype), output.scale_V]
+        weight_VD = output.weight_VD if isinstance(output, AdaptedOutput) else output
+        inputs = [hidden_TD, weight_VD, *factors]
         if not torch.is_grad_enabled():  # needs_input_grad does not know it
-            hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
-        return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, max(num_targets, 1), self)
+            inputs = [None if each is None else each.detach() for each in inputs]
+        return _LinearCrossEntropy.apply(*inputs, labels_T, max(num_targets, 1), self)
 
     def chunk_rows(self, vocab: int) -> int:
         return self.chunk_tokens or max(1, _DEFAULT_CHUNK_BYTES // (4 * vocab))
@@ -108,9 +126,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are made in forward, where the logits are; backward hands them over."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, labels_T, num_targets, loss: LinearCrossEntropy):
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        extras = loss.extras if wants_hidden or wants_weight else _NONE
+    def forward(
+        ctx,
+        hidden_TD,
+        weight_VD,
+        low_TR,
+        up_VR,
+        scale_V,
+        labels_T,
+        num_targets,
+        loss: LinearCrossEntropy,
+    ):
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+        wants_any = any(ctx.needs_input_grad)
+        extras = loss.extras if wants_any else _NONE
+        added = None if low_TR is None else LowRankLogits(low_TR, up_VR, scale_V)
         rows, vocab = len(hidden_TD), len(weight_VD)
         trained_VD, weight_VD = weight_VD, weight_VD.to(hidden_TD.dtype)
         chunk_rows = loss.chunk_rows(vocab)
@@ -122,7 +152,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_ND = hidden_TD[chunk]
             logits_NV = loss.chunk_buffer("logits", len(hidden_ND), vocab, hidden_TD)
             torch.mm(hidden_ND, weight_VD.T, out=logits_NV)
+            if added is not None:
+                buffer = partial(loss.chunk_buffer, "unscaled", *logits_NV.shape, hidden_TD)
+                added.add_(logits_NV, chunk, buffer)
             total += _to_gradient_(logits_NV, labels_T[chunk], 1.0 / num_targets, loss, extras)
+            if added is not None and wants_any:
+                added.collect_(logits_NV, chunk)
             if dhidden_TD is not None:
                 torch.mm(logits_NV, weight_VD, out=dhidden_TD[chunk])
             if wants_weight:
@@ -131,7 +166,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight_VD = torch.zeros_like(trained_VD)
         if dweight_VD is not None:
             dweight_VD = dweight_VD.to(trained_VD.dtype)
-        ctx.gradients = dhidden_TD, dweight_VD
+        ctx.gradients = dhidden_TD, dweight_VD, *(added.gradients() if added else (None,) * 3)
         return total / num_targets
 
     @staticmethod
@@ -139,11 +174,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Hand the gradients over, uncopied; `grad` is 1 unless the caller scaled the loss."""
         if ctx.gradients is None:
             raise RuntimeError("LinearCrossEntropy: a second backward needs a second forward")
-        (dhidden_TD, dweight_VD), ctx.gradients = ctx.gradients, None
-        for gradient in (dhidden_TD, dweight_VD):
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
             if gradient is not None:
                 gradient.mul_(grad)  # to skip it at 1 would read the device
-        return dhidden_TD, dweight_VD, None, None, None
+        return *gradients, None, None, None
 
 
 def _to_gradient_(
@@ -155,7 +190,7 @@ def _to_gradient_(
     whole chunk, in one buffer. With a soft cap the gradient is that of the logits before it.
     """
     rows, vocab = logits_NV.shape
-    step = max(1, _CPU_TILE_BYTES // (4 * vocab)) if logits_NV.device.type == "cpu" else rows
+    step = max(1, _CPU_TILE_BYTES // (4 * vocab)) if device_kind(logits_NV) == "cpu" else rows
     total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
     buffer_RV = loss.chunk_buffer("softmax", min(step, rows), vocab, total)
     for logits_RV, labels_R in zip(logits_NV.split(step), labels_N.split(step), strict=True):
@@ -199,7 +234,7 @@ def _accumulate(
     if dweight_VD is None:
         shape = (dlogits_NV.size(1), hidden_ND.size(1))
         dweight_VD = torch.zeros(shape, dtype=torch.float32, device=hidden_ND.device)
-    step = max(1, (_SLAB_ON_CPU if hidden_ND.is_cpu else _SLAB) // hidden_ND.size(1))
+    step = max(1, (_SLAB_ON_CPU if device_kind(hidden_ND) == "cpu" else _SLAB) // hidden_ND.size(1))
     for sum_RD, dlogits_NR in zip(dweight_VD.split(step), dlogits_NV.split(step, 1), strict=True):
         sum_RD.add_(torch.mm(dlogits_NR.T, hidden_ND))
     return dweight_VD

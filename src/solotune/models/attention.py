@@ -49,10 +49,11 @@ class Context(NamedTuple):
     segments_BM: Tensor | None  # lengths, int32; None: attend to the cache
     angles: tuple[Angles, ...]  # one for each rotary base of the model
     cache: KVCache | None = None
+    key: Tensor | None = None  # of dropout, on the host; None: nothing is dropped
 
     def tensors(self) -> list[Tensor]:
         """Return what all blocks share, the cache excepted."""
-        values = [self.positions_BS, self.segments_BM]
+        values = [self.positions_BS, self.segments_BM, self.key]
         values += [tensor for angles in self.angles for tensor in angles]
         return [value for value in values if value is not None]
 
@@ -111,7 +112,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(normed[1], norm_eps, offset=norm_offset)
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        q_BSHK, k_BSGK, v_BSGK = self.project(x_BSD)
+        q_BSHK, k_BSGK, v_BSGK = self.project(x_BSD, context)
         if self.rope is not None:
             cos_BSP, sin_BSP, query_scale_BS = context.angles[self.rope]
             q_BSHK = rotate(q_BSHK, cos_BSP, sin_BSP)
@@ -134,14 +135,14 @@ class Attention(nn.Module):
         else:
             seen_BST = _seen(k_BTGK.size(1), context.positions_BS, self.window)
             out_BSHK = attend_masked(q_BSHK, k_BTGK, v_BTGK, seen_BST, self.scale, self.soft_cap)
-        return self.o_proj(out_BSHK.flatten(-2))
+        return self.o_proj(out_BSHK.flatten(-2), context)
 
-    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return q_BSHK, k_BSGK, v_BSGK, normed where the family norms them."""
         if self.fused:
-            q, k, v = self.qkv_proj(x_BSD).split(self.widths, dim=-1)
+            q, k, v = self.qkv_proj(x_BSD, context).split(self.widths, dim=-1)
         else:
-            q, k, v = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
+            q, k, v = (p(x_BSD, context) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.norm_over == "heads":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BSHK, k_BSGK, v_BSGK = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))

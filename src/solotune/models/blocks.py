@@ -27,7 +27,7 @@ class PreNormBlock(Block):
 
     def layer(self, x_BSD: Tensor, context: Context) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), context)
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD), context)
 
 
 class PostNormBlock(Block):
@@ -42,7 +42,7 @@ class PostNormBlock(Block):
 
     def layer(self, x_BSD: Tensor, context: Context) -> Tensor:
         x_BSD = x_BSD + self.post_attention_layernorm(self.self_attn(x_BSD, context))
-        return x_BSD + self.post_feedforward_layernorm(self.mlp(x_BSD))
+        return x_BSD + self.post_feedforward_layernorm(self.mlp(x_BSD, context))
 
 
 class SandwichNormBlock(Block):
@@ -60,7 +60,7 @@ class SandwichNormBlock(Block):
     def layer(self, x_BSD: Tensor, context: Context) -> Tensor:
         y_BSD = self.self_attn(self.input_layernorm(x_BSD), context)
         x_BSD = x_BSD + self.post_attention_layernorm(y_BSD)
-        y_BSD = self.mlp(self.pre_feedforward_layernorm(x_BSD))
+        y_BSD = self.mlp(self.pre_feedforward_layernorm(x_BSD), context)
         return x_BSD + self.post_feedforward_layernorm(y_BSD)
 
 

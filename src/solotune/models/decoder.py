@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from solotune.models.attention import Context, KVCache
 from solotune.models.embedding import Embedding
 from solotune.models.linear import Linear
+from solotune.models.output import AdaptedOutput, multiply
 from solotune.models.rope import Rotary, sequence_lengths
 
 
@@ -95,6 +96,11 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @property
+    def head(self) -> Tensor | AdaptedOutput:
+        """The output layer as the loss takes it: `output_weight`, unless it is adapted."""
+        return self.output_weight if self.lm_head is None else self.lm_head.output
+
+    @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
@@ -154,14 +160,19 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Return logits_BSV of a few positions; a loss makes its own, a chunk at a time."""
-        logits_BSV = hidden_BSD @ self.output_weight.T
+        logits_BSV = multiply(hidden_BSD, self.head)
         cap = self.logit_soft_cap
         return logits_BSV if cap is None else cap * (logits_BSV.float() / cap).tanh()
 
     def context(
-        self, positions_BS: Tensor, segments_BM: Tensor | None, cache: KVCache | None = None
+        self,
+        positions_BS: Tensor,
+        segments_BM: Tensor | None,
+        cache: KVCache | None = None,
+        *,
+        key: int | None = None,
     ) -> Context:
-        """Return what all blocks share in this batch."""
+        """Return what all blocks share in this batch; `key` lets adapters drop, by its number."""
         lengths_BS = None
         if any(rotary.by_length for rotary in self.rotaries):
             if cache is not None:  # keys stay as they were turned, so by the longest they can get
@@ -169,7 +180,8 @@ class Decoder(nn.Module):
             elif segments_BM is not None:
                 lengths_BS = sequence_lengths(segments_BM, positions_BS.size(1))
         angles = tuple(rotary(positions_BS, lengths_BS) for rotary in self.rotaries)
-        return Context(positions_BS, segments_BM, angles, cache)
+        key_on_host = None if key is None else torch.tensor(key, device="cpu")
+        return Context(positions_BS, segments_BM, angles, cache, key_on_host)
 
     def hidden_states(
         self,

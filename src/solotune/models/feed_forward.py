@@ -9,6 +9,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from solotune.models.attention import Context
 from solotune.models.linear import Linear
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -40,9 +41,9 @@ class GatedFeedForward(nn.Module):
             self.up_proj = Linear(width, hidden_width, bias=bias)
         self.down_proj = Linear(hidden_width, width, bias=bias)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         if self.fused:
-            gate_BSF, up_BSF = self.gate_up_proj(x_BSD).chunk(2, dim=-1)
+            gate_BSF, up_BSF = self.gate_up_proj(x_BSD, context).chunk(2, dim=-1)
         else:
-            gate_BSF, up_BSF = self.gate_proj(x_BSD), self.up_proj(x_BSD)
-        return self.down_proj(self.activation(gate_BSF) * up_BSF)
+            gate_BSF, up_BSF = self.gate_proj(x_BSD, context), self.up_proj(x_BSD, context)
+        return self.down_proj(self.activation(gate_BSF) * up_BSF, context)

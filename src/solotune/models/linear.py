@@ -5,6 +5,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from solotune.models.output import AdaptedOutput
+
 
 class Linear(nn.Linear):
     """`x @ weight.T + bias`; a bias is one-dimensional, so it is trained in fp32 and cast here."""
@@ -13,6 +15,11 @@ class Linear(nn.Linear):
         """`context` is the block's: an adapter takes from it what its dropout is keyed by."""
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return F.linear(input, self.weight, bias)
+
+    @property
+    def output(self) -> Tensor | AdaptedOutput:
+        """What a loss takes of an output layer: its weight (V, D), unless it is adapted."""
+        return self.weight
 
     def dense_weight(self) -> Tensor:
         """Return the weight as numbers, (out, in), whatever it is stored as; not to be changed."""
