@@ -3,26 +3,20 @@
 Shapes: B rows, S tokens, V vocabulary.
 """
 
-import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from solotune.adapters import LoRA, adapter_parameters, initialize, inject
 from solotune.checkpoint import load_weights
-from solotune.checkpoint.adapter import load_adapter, write_adapter
+from solotune.checkpoint.adapter import adapter_sources, write_adapter
 from solotune.checkpoint.base_model import fingerprint
-from solotune.checkpoint.stored_adapter import read_adapter
-from solotune.errors import CheckpointError
 from solotune.models import auto
 
 from .peft_oracle import (
-    LINEARS,
     adapted_model,
     distance,
     make_adapter,
@@ -77,6 +71,7 @@ def write_ours(base: Path, folder: Path, lora: LoRA, *, scale: float = 0.3) -> P
     write_adapter(
         folder,
         model,
+        adapter_sources(model, multimodal=False),
         lora=lora,
         base=str(base),
         base_fingerprint=fingerprint(base),

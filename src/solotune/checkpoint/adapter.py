@@ -1,6 +1,8 @@
 """An adapter into a model from PEFT's format, and out of one; the base weights are not touched."""
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +14,10 @@ from solotune.adapters import (
     adaptable_layers,
     adapted_layers,
     adapter_parameters,
+    inject,
 )
 from solotune.checkpoint.adapter_config import FILE, HEAD, written_config
+from solotune.checkpoint.folders import model_folder
 from solotune.checkpoint.safetensors_file import SourceTensor, write_file
 from solotune.checkpoint.save import write_json
 from solotune.checkpoint.stored_adapter import (
@@ -24,12 +28,36 @@ from solotune.checkpoint.stored_adapter import (
     check_base_layer,
     check_fit,
     finite,
+    read_adapter,
 )
-from solotune.errors import CheckpointError
+from solotune.errors import CheckpointError, ConfigError
 from solotune.models.decoder import Decoder
 from solotune.models.embedding import Embedding
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MULTIMODAL = "model.language_model."  # where a multimodal model has its text tower's layers
+
+
+def add_adapter(model: Decoder, adapter: LoRA) -> LoRA:
+    """Freeze the model and inject the adapter, on meta; return the settings that it really has.
+
+    With `source`, rank, alpha, layers and kind are those of the adapter there. Raises ConfigError
+    where a setting says otherwise: it would have no effect.
+    """
+    if adapter.source is None:
+        inject(model, adapter)
+        return adapter
+    stored = read_adapter(model_folder(adapter.source, key="adapter.source"))
+    found, defaults = stored.settings(like=adapter), LoRA()
+    for key in ("rank", "alpha", "dora", "rslora", "targets", "layers_to_transform"):
+        asked, there = getattr(adapter, key), getattr(found, key)
+        if asked not in (getattr(defaults, key), there):
+            raise ConfigError(
+                f"adapter.{key}={asked} has no effect beside adapter.source, whose adapter has "
+                f"{_short(there)}: leave it out"
+            )
+    inject_stored(model, stored, dtype=DTYPES[adapter.dtype], dropout=adapter.dropout)
+    return found
 
 
 def inject_stored(
@@ -73,6 +101,12 @@ def load_adapter(model: Decoder, adapter: StoredAdapter) -> None:
             f"{adapter.folder}: {differing[0]} is only in "
             f"{'this run' if differing[0] in wanted else 'the folder'}: set adapter as it was"
         )
+    for name, layer in adapted_layers(model).items():
+        if not math.isclose(layer.scaling, adapter.scaling(name)):
+            raise CheckpointError(
+                f"{adapter.folder}: {name} was scaled by {adapter.scaling(name):g} and is by "
+                f"{layer.scaling:g} in this run: set adapter.alpha and adapter.rslora as they were"
+            )
     for name, parameter in wanted.items():
         if tuple(parameter.shape) != stored[name].shape:
             raise CheckpointError(
@@ -109,14 +143,17 @@ def adapter_sources(model: Decoder, *, multimodal: bool) -> list[SourceTensor]:
 def write_adapter(
     folder: Path,
     model: Decoder,
+    sources: Sequence[SourceTensor],
     *,
     lora: LoRA,
     base: str,
     base_fingerprint: str,
     multimodal: bool,
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors; raises OSError."""
-    sources = adapter_sources(model, multimodal=multimodal)
+    """Write adapter_config.json and adapter_model.safetensors of `sources`; raises OSError.
+
+    `base` is what the file calls the base model.
+    """
     write_file(folder / WEIGHTS, sources, metadata={FINGERPRINT: base_fingerprint})
     layers = {}
     for name, layer in adapted_layers(model).items():
@@ -129,6 +166,11 @@ def write_adapter(
         lora=lora,
     )
     write_json(folder / FILE, config)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def is_multimodal(folder: Path) -> bool:

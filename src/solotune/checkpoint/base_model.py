@@ -14,6 +14,7 @@ from solotune.checkpoint.stored import OUTPUT_KEY, stored_weights, text_tower
 from solotune.errors import CheckpointError
 
 SAMPLED = 1024  # numbers of each tensor
+FOUR_BIT = "4bit"  # begins the fingerprint of such a folder
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _DOWNLOADED = ".downloaded_from"  # written by `tune download`
 
@@ -66,7 +67,7 @@ def fingerprint(folder: Path) -> str:
     """Return a text that differs between models: of names, shapes, some numbers of each tensor.
 
     It is the same for a copy in other files, in fp32, or beside a vision tower: numbers are
-    rounded to bf16. A folder in 4 bits has one of its own, which begins with `4bit`.
+    rounded to bf16. A folder in 4 bits has one of its own, which begins with FOUR_BIT.
     """
     stored, _ = text_tower(stored_weights(folder))
     embedding = stored.get("model.embed_tokens.weight")
@@ -78,24 +79,7 @@ def fingerprint(folder: Path) -> str:
             continue  # a tied weight that is stored all the same
         digest.update(f"{name} {list(tensor.shape)}\n".encode())
         digest.update(bytes(sample.view(torch.uint8).numpy()))
-    return f"{'' if is_plain else '4bit '}1 {digest.hexdigest()[:32]}"
-
-
-def check_base(trained_on: str | None, folder: Path, *, adapter: Path, base: str | None) -> None:
-    """Raise CheckpointError where an adapter was trained on other weights than those in `folder`.
-
-    `trained_on` is the fingerprint that the adapter holds; without one there is nothing to compare,
-    and a base in 4 bits cannot be compared with the original that it was made from.
-    """
-    if trained_on is None:
-        return
-    found = fingerprint(folder)
-    if found == trained_on or found.startswith("4bit") != trained_on.startswith("4bit"):
-        return
-    raise CheckpointError(
-        f"{adapter} was trained on other weights than those in {folder}: name the base that it was "
-        f"trained on ({base})"
-    )
+    return f"{'' if is_plain else FOUR_BIT + ' '}1 {digest.hexdigest()[:32]}"
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:

@@ -3,7 +3,8 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from solotune.adapters import LoRA, initialize
 from solotune.checkpoint import training_state
+from solotune.checkpoint.adapter import adapter_sources, is_multimodal, load_adapter, write_adapter
+from solotune.checkpoint.base_model import base_name, fingerprint
 from solotune.checkpoint.folders import (
     clean_up,
     model_folder,
@@ -21,6 +25,7 @@ from solotune.checkpoint.folders import (
     write_text,
 )
 from solotune.checkpoint.load import LoadReport, load_weights
+from solotune.checkpoint.safetensors_file import SourceTensor
 from solotune.checkpoint.save import (
     read_json,
     saved_config,
@@ -29,6 +34,7 @@ from solotune.checkpoint.save import (
     write_json,
     write_weights,
 )
+from solotune.checkpoint.stored_adapter import check_base, read_adapter
 from solotune.checkpoint.training_state import TrainingState
 from solotune.errors import CheckpointError
 from solotune.models.auto import read_config
@@ -77,6 +83,22 @@ class Checkpointer:
         folder, fill = resume or self.checkpoint_dir, resume is None
         return load_weights(model, folder, device=device, on_host=on_host, fill_new_rows=fill)
 
+    def fill_adapter(
+        self, model: Decoder, adapter: LoRA, *, seed: int, resume: Path | None = None
+    ) -> None:
+        """Give an adapter its values: of the step folder `resume`, of its source, or first ones.
+
+        The base weights must be loaded. Raises CheckpointError where the values were trained over
+        another base.
+        """
+        source = resume or (None if adapter.source is None else Path(adapter.source))
+        if source is None:
+            initialize(model, seed)
+            return
+        stored = read_adapter(model_folder(source, key="adapter.source"))
+        check_base(stored, self.checkpoint_dir, found=self._base_fingerprint, exact=bool(resume))
+        load_adapter(model, stored)
+
     def find_resume(self, resume_from_checkpoint: bool | str | Path | None) -> Path | None:
         """Return the step folder to go on from: the newest of `output_dir` for True, or as named.
 
@@ -119,28 +141,42 @@ class Checkpointer:
         dtype: torch.dtype,
         tokenizer: Tokenizer,
         best: bool = False,
+        adapter: LoRA | None = None,
     ) -> Path:
         """Write step_<step>, make it `latest` (and `best`), and remove what is no longer kept.
 
         `dtype` is that of the saved weights; the tokenizer's terminators, which were trained, end
-        a generation. At every moment `latest` names a complete folder: killed or out of space, the
-        run can go on from it. Raises CheckpointError, with the folders of earlier steps untouched.
+        a generation. Of an adapted model, whose settings are `adapter`, the adapter alone is saved,
+        in its own dtype. At every moment `latest` names a complete folder: killed or out of space,
+        the run can go on from it. Raises CheckpointError, with the folders of earlier steps
+        untouched.
         """
         eos_ids = tokenizer.stop_ids()
-        named = ((model.to_hf_key(name), tensor) for name, tensor in model.named_parameters())
-        weights = weight_sources(named, dtype=dtype)
-        state = TrainingState(model=model, optimizer=optimizer, progress=progress, dtype=dtype)
+        if adapter is not None:
+            weights = adapter_sources(model, multimodal=self._multimodal)
+        else:
+            named = ((model.to_hf_key(name), tensor) for name, tensor in model.named_parameters())
+            weights = weight_sources(named, dtype=dtype)
+        state = TrainingState(
+            model=model,
+            optimizer=optimizer,
+            progress=progress,
+            dtype=dtype if adapter is None else None,
+        )
         self._check_space(step, sum(source.num_bytes for source in weights) + state.num_bytes)
 
         target = self.output_dir / f"step_{step}"
         with new_folder(target) as folder:
-            write_weights(folder, weights)
-            state.write(folder)
             config = read_config(self.checkpoint_dir)
-            if "vocab_size" in model.config:  # added tokens may have raised it
-                config["vocab_size"] = model.config["vocab_size"]
-            config = saved_config(config, dtype=dtype, eos_ids=eos_ids)
-            write_json(folder / "config.json", config)
+            if adapter is not None:
+                self._write_adapter(folder, model, adapter, weights)
+            else:
+                write_weights(folder, weights)
+                if "vocab_size" in model.config:  # added tokens may have raised it
+                    config["vocab_size"] = model.config["vocab_size"]
+                config = saved_config(config, dtype=dtype, eos_ids=eos_ids)
+                write_json(folder / "config.json", config)
+            state.write(folder)
             generation = self._generation_config(config)
             write_json(folder / "generation_config.json", with_terminators(generation, eos_ids))
             tokenizer.save(folder)
@@ -173,6 +209,27 @@ class Checkpointer:
                 dirs_exist_ok=True,
             )
         return final
+
+    @cached_property
+    def _base_fingerprint(self) -> str:
+        return fingerprint(self.checkpoint_dir)
+
+    @cached_property
+    def _multimodal(self) -> bool:
+        return is_multimodal(self.checkpoint_dir)
+
+    def _write_adapter(
+        self, folder: Path, model: Decoder, adapter: LoRA, weights: Sequence[SourceTensor]
+    ) -> None:
+        write_adapter(
+            folder,
+            model,
+            weights,
+            lora=adapter,
+            base=base_name(self.checkpoint_dir),
+            base_fingerprint=self._base_fingerprint,
+            multimodal=self._multimodal,
+        )
 
     def _check_apart(self, checkpoint_dir: str | Path) -> None:
         """Refuse to read the model from folders that this run removes or writes as it goes."""

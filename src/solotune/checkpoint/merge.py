@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from solotune.checkpoint.adapter_config import HEAD
-from solotune.checkpoint.base_model import check_base, is_base
+from solotune.checkpoint.base_model import is_base
 from solotune.checkpoint.folders import model_folder, new_folder
 from solotune.checkpoint.load import WEIGHT_DTYPES
 from solotune.checkpoint.safetensors_file import SourceTensor, StoredTensor, write_file
@@ -25,6 +25,7 @@ from solotune.checkpoint.save import read_json, with_terminators, write_json
 from solotune.checkpoint.stored import OUTPUT_KEY, stored_weights, text_tower
 from solotune.checkpoint.stored_adapter import (
     StoredAdapter,
+    check_base,
     check_base_layer,
     check_fit,
     finite,
@@ -99,7 +100,7 @@ class _Plan:
         stored = stored_weights(base)
         _check_unquantised(base, stored)
         check_fit(adapter, model)
-        check_base(adapter.trained_on, base, adapter=adapter.folder, base=adapter.config.base)
+        check_base(adapter, base)
         self.notes = []
         named = adapter.config.base
         if named is not None and not is_base(named, base):

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from solotune.checkpoint.adapter_config import (
     is_adapter_folder,
     read_adapter_config,
 )
-from solotune.checkpoint.base_model import find_base
+from solotune.checkpoint.base_model import FOUR_BIT, find_base, fingerprint
 from solotune.checkpoint.bin_file import read_bin
 from solotune.checkpoint.safetensors_file import StoredTensor, read_header, read_metadata
 from solotune.checkpoint.stored import TEXT_TOWER
@@ -68,19 +67,17 @@ class StoredAdapter:
     def scaling(self, layer: str) -> float:
         return self.config.scaling(self.names[layer])
 
-    def settings(
-        self, *, dtype: Literal["bf16", "fp32"] = "fp32", dropout: float | None = None
-    ) -> LoRA:
-        """Return the adapter's settings as a run has them."""
+    def settings(self, *, like: LoRA) -> LoRA:
+        """Return its settings as a run has them; dtype and dropout are those of `like`."""
         return LoRA(
             rank=self.config.rank,
             alpha=self.config.alpha,
             targets=list(self.layers),
-            dropout=self.config.dropout if dropout is None else dropout,
+            dropout=like.dropout,
             dora=self.config.dora,
             rslora=self.config.rslora,
-            dtype=dtype,
-            source=self.folder,
+            dtype=like.dtype,
+            source=like.source,
         )
 
     def base_folder(self, base_dir: str | Path | None = None) -> Path:
@@ -164,6 +161,26 @@ def check_fit(adapter: StoredAdapter, model: Decoder) -> None:
                 )
             if not tensor.dtype.is_floating_point:
                 raise CheckpointError(f"{path}: {full} is stored as {tensor.dtype}, not as floats")
+
+
+def check_base(
+    adapter: StoredAdapter, folder: Path, *, found: str | None = None, exact: bool = False
+) -> None:
+    """Raise CheckpointError where the adapter was trained on other weights than those in `folder`.
+
+    `found` is the folder's fingerprint, if it is known. An adapter without one cannot be compared,
+    and unless `exact` one that was trained on a folder in 4 bits goes with the original.
+    """
+    if adapter.trained_on is None:
+        return
+    found = found or fingerprint(folder)
+    kinds = [text.startswith(FOUR_BIT) for text in (found, adapter.trained_on)]
+    if found == adapter.trained_on or (kinds[0] != kinds[1] and not exact):
+        return
+    raise CheckpointError(
+        f"{adapter.folder} was trained on other weights than those in {folder}: name the model "
+        f"that it was trained on ({adapter.config.base})"
+    )
 
 
 def check_base_layer(
