@@ -2,6 +2,7 @@
 
 Run:     tune run generate checkpoint_dir=runs/mine/final prompt="What is a decorator?"
          tune run generate checkpoint_dir=models/mine prompts_file=prompts.txt output_file=out.jsonl
+         tune run generate checkpoint_dir=runs/my_lora quantize_base=nf4 prompt="..."
 
 Memory is decided by lines marked [mem]; lines marked [num] decide the arithmetic.
 
@@ -17,7 +18,15 @@ from typing import Literal, TextIO
 import torch
 from torch import Tensor
 
-from solotune.checkpoint import load_weights, model_folder
+from solotune.adapters import quantize_linears
+from solotune.checkpoint import (
+    inject_stored,
+    load_adapter,
+    load_weights,
+    model_folder,
+    open_adapter,
+    stored_four_bit,
+)
 from solotune.config import Component, ConfigError, run_recipe
 from solotune.data import Prompt, read_prompts
 from solotune.models import Decoder
@@ -31,9 +40,11 @@ class Config:
 
     model: Component  # solotune.models.auto reads config.json of checkpoint_dir
     tokenizer: Component
-    checkpoint_dir: str  # a Hugging Face folder, or the folder of a run
+    checkpoint_dir: str  # a folder of a model, of an adapter in PEFT's format, or of a run
+    base_dir: str | None = None  # an adapter's base model; null: the one that the adapter names
     device: str = "auto"  # auto: cuda, xpu, mps, cpu, the first that is there
     dtype: Literal["bf16", "fp32"] = "bf16"
+    quantize_base: Literal["nf4"] | None = None  # weights of the blocks in 4 bits
 
     prompt: str | None = None  # one prompt
     prompts_file: str | None = None  # .txt: one a line; json, jsonl, csv: prompt or messages
@@ -170,17 +181,28 @@ def main(cfg: Config) -> None:
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     folder = model_folder(cfg.checkpoint_dir)
+    adapter = open_adapter(folder)
+    if cfg.base_dir is not None and adapter is None:
+        raise ConfigError(f"base_dir has no effect: {folder} holds a model, not an adapter")
+    base = adapter.base_folder(cfg.base_dir) if adapter else folder
     with torch.device("meta"):
-        model = cfg.model.build(checkpoint_dir=folder)
+        model = cfg.model.build(checkpoint_dir=base)
     set_dtype(model, dtype).eval()
-    tokenizer = cfg.tokenizer.build(checkpoint_dir=folder)
+    quantize_linears(model, cfg.quantize_base, stored=stored_four_bit(base))  # [mem] weights
+    if adapter:
+        inject_stored(model, adapter, dtype=torch.float32)
+    tokenizer = cfg.tokenizer.build(
+        checkpoint_dir=adapter.tokenizer_folder(base) if adapter else base
+    )
     prompts = read_prompts(cfg.prompts_file) if cfg.prompts_file else [Prompt(cfg.prompt or "")]
     encoded = [encode(cfg, tokenizer, prompt) for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):
         check_prompt(cfg, model, prompt, tokens)
 
     with open_answers(cfg.output_file) as output:  # a wrong path costs no reading of weights
-        load_weights(model, folder, device=device)  # [mem] weights
+        load_weights(model, base, device=device)  # [mem] weights
+        if adapter:
+            load_adapter(model, adapter)
         if output is not None:
             output.truncate(0)
         for first in range(0, len(encoded), cfg.batch_size):

@@ -159,7 +159,10 @@ def test_other_settings_are_refused_at_resume(make_folder: Make, tmp_path: Path)
     run.train(1)
     run.save()
     for changed, what in (
-        (LoRA(rank=8, alpha=16, targets=["q_proj", "embed_tokens"], dora=True), r"shape \[4, 320\]"),
+        (
+            LoRA(rank=8, alpha=16, targets=["q_proj", "embed_tokens"], dora=True),
+            r"shape \[4, 320\]",
+        ),
         (LoRA(rank=4, alpha=9, targets=["q_proj", "embed_tokens"], dora=True), "adapter.alpha"),
         (LoRA(rank=4, alpha=8, targets=["q_proj"], dora=True), "only in the folder"),
         (LoRA(rank=4, alpha=8, targets=["q_proj", "embed_tokens"]), "magnitude_vector is only in"),

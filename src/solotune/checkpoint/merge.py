@@ -29,18 +29,19 @@ from solotune.checkpoint.stored_adapter import (
     check_base_layer,
     check_fit,
     finite,
+    has_tokenizer,
     read_adapter,
 )
 from solotune.errors import CheckpointError
 from solotune.models.auto import auto
 from solotune.models.decoder import Decoder
+from solotune.tokenizers.folder import KINDS
 
 PIECE_BYTES = 16 * 2**20  # of a tensor in fp32
 SMALL_FILES_BYTES = 32 * 2**20
 _TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "qwen.tiktoken")
 _OF_TOKENIZER = (
-    *_TOKENIZERS,
+    *KINDS,
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "chat_template.jinja", "chat_template.json"),
 )
@@ -222,13 +223,13 @@ def _copy_small_files(base: Path, adapter: Path, folder: Path) -> None:
 
     Only plain texts: no code goes from one folder to the next.
     """
-    has_tokenizer = any((adapter / name).is_file() for name in _TOKENIZERS)
+    own_tokenizer = has_tokenizer(adapter)
     for path in sorted(base.iterdir()):
         is_text = path.suffix in _TEXTS or path.name.startswith(("LICENSE", "NOTICE"))
-        replaced = path.name.endswith(".index.json") or (has_tokenizer and _is_tokenizer(path))
+        replaced = path.name.endswith(".index.json") or (own_tokenizer and _is_tokenizer(path))
         if is_text and not replaced and path.is_file():
             shutil.copyfile(path, folder / path.name)
-    for path in sorted(adapter.iterdir()) if has_tokenizer else ():
+    for path in sorted(adapter.iterdir()) if own_tokenizer else ():
         if _is_tokenizer(path) and path.is_file():
             shutil.copyfile(path, folder / path.name)
 

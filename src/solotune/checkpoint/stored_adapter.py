@@ -30,6 +30,7 @@ from solotune.errors import CheckpointError
 from solotune.models.decoder import Decoder
 from solotune.models.embedding import Embedding
 from solotune.models.linear import Linear
+from solotune.tokenizers.folder import KINDS
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -81,13 +82,27 @@ class StoredAdapter:
         )
 
     def base_folder(self, base_dir: str | Path | None = None) -> Path:
-        """Return the folder of its base model; see `find_base`."""
-        return find_base(self.config.base, self.folder, base_dir=base_dir)
+        """Return the folder of the base model that it names, or `base_dir`.
+
+        Raises CheckpointError where that is not found, or was not trained over.
+        """
+        folder = find_base(self.config.base, self.folder, base_dir=base_dir)
+        check_base(self, folder)
+        return folder
+
+    def tokenizer_folder(self, base: Path) -> Path:
+        """Return its own folder where that holds a tokenizer, else `base`."""
+        return self.folder if has_tokenizer(self.folder) else base
 
 
 def open_adapter(folder: Path) -> StoredAdapter | None:
     """Return the adapter in a folder, None where it holds a model instead."""
     return read_adapter(folder) if is_adapter_folder(folder) else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a file of tokens, of any kind that is read."""
+    return any((folder / name).is_file() for name in KINDS)
 
 
 def read_adapter(folder: Path) -> StoredAdapter:

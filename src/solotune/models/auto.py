@@ -81,6 +81,11 @@ def read_config(checkpoint_dir: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (path.parent / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{checkpoint_dir} holds an adapter, not a model: `tune merge` makes it one; to "
+                "train the adapter on, name its base as checkpoint_dir and it as adapter.source"
+            ) from None
         raise CheckpointError(
             f"{path} does not exist: checkpoint_dir must be a Hugging Face model folder"
         ) from None
