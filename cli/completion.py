@@ -58,6 +58,7 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 _RUN = ("--config", "--trust", "--debug", "--help")
 FLAGS = {
     "run": _RUN,
+    "sweep": (*_RUN, "--random", "--seed", "--max-loss"),
     "validate": (*_RUN, "--recipe"),
     "ls": ("--json", "--help"),
     "cp": ("--force", "--help"),
@@ -116,7 +117,7 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         return [*recipes(), *configs()]
     if verb == "diff" and len(rest) == 1:
         return [*recipes(), *configs()]
-    if verb == "run" and not rest:
+    if verb in ("run", "sweep") and not rest:
         return recipes()
     if verb.startswith(("validate", "inspect")) and not rest:
         return [*configs(), *recipes()]

@@ -10,6 +10,7 @@ from solotune.errors import UsageError
 
 VERBS = {
     "run": "train, or generate: run a recipe with a config",
+    "sweep": "run a recipe once for each combination of values, and compare",
     "validate": "check a config without reading any weights",
     "inspect": "show what a run is fed with, and what it trains",
     "ls": "list the recipes and their configs",

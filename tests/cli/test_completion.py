@@ -13,6 +13,7 @@ from solotune.cli.main import VERBS, main  # pyright: ignore[reportMissingImport
 from solotune.config import configs, recipes
 
 RUN = "tune run full_finetune_single_device"
+SWEEP = "tune sweep full_finetune_single_device"
 CONFIG = "smollm2/135M_full_single_device"
 
 
@@ -33,6 +34,9 @@ CONFIG = "smollm2/135M_full_single_device"
         (f"{RUN} seed=", []),
         (f"{RUN} --con", ["--config"]),
         (f"tune validate {CONFIG} dtype=f", ["dtype=fp32"]),
+        ("tune sweep full_f", ["full_finetune_single_device"]),
+        (f"{SWEEP} --config {CONFIG} optimizer.lr=1e-4,1e-5 max_st", ["max_steps_per_epoch="]),
+        (f"{SWEEP} --ra", ["--random"]),
         ("tune cat full_finetune_s", ["full_finetune_single_device"]),
         ("tune cp mine", []),
         ("tune diff ", []),

@@ -38,8 +38,7 @@ def exit_code(run: Callable[[], int], words: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a notebook's is none
             stream.reconfigure(errors="backslashreplace")  # cp1252 has no arrow, and no emoji
     if not debug:
-        for name in _NOISY_LOGGERS:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        silence_imports()
     try:
         return run()
     except KeyboardInterrupt:
@@ -56,6 +55,12 @@ def exit_code(run: Callable[[], int], words: Sequence[str]) -> int:
             traceback.print_exc()
         print(f"error: {sentence}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+
+
+def silence_imports() -> None:
+    """Drop what libraries log while they are imported, errors excepted."""
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _sentence(error: Exception) -> str | None:

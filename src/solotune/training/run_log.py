@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from solotune.checkpoint.folders import write_text
 from solotune.checkpoint.training_state import package_version
+from solotune.config.run_folder import default_folder, make_unused
 from solotune.data import Batch
 from solotune.errors import ConfigError
 from solotune.training.metric_loggers import MetricLogger
@@ -46,13 +47,12 @@ def pick_output_dir(
             "resume_from_checkpoint to it"
         )
     else:
-        name = Path(config).with_suffix("").as_posix().replace("/", "-") if config else "run"
-        folder = Path("runs") / f"{name.strip('-.')}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = default_folder(config)
     new = [path.absolute() for path in folder.parents if not path.exists()]
     is_new = not folder.exists()
     try:
         if output_dir is None and not resume:
-            folder, is_new = _make_unused(folder), True
+            folder, is_new = make_unused(folder), True
         elif folder.is_dir() and any(folder.iterdir()) and not (resume or overwrite):
             raise ConfigError(
                 f"output_dir={folder} is not empty: name another, resume with "
@@ -75,17 +75,6 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     with suppress(OSError):  # the first one that holds something ends it
         for folder in folders:
             folder.rmdir()
-
-
-def _make_unused(folder: Path) -> Path:
-    """Make `folder`, numbered where another run started in the same second."""
-    candidate, number = folder, 2
-    while True:
-        try:
-            candidate.mkdir(parents=True)
-            return candidate
-        except FileExistsError:
-            candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
 
 
 def remove_run(folder: Path) -> None:
