@@ -10,6 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from solotune.adapters import initialize
+from solotune.checkpoint import inject_stored, load_weights
+from solotune.checkpoint.adapter import adapter_sources
+from solotune.checkpoint.adapter_config import is_adapter_folder
+from solotune.checkpoint.stored_adapter import read_adapter
 from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
 from solotune.config import read_schema
 from solotune.models import auto
@@ -74,9 +79,15 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def basics(model: Path, chats: Path, **changes: object) -> list[str]:
+# What a recipe of adapters needs besides: every kind of layer is adapted.
+ADAPTER = {"adapter.rank": 4, "adapter.targets": "[all-linear, embed_tokens, lm_head]"}
+
+
+def basics(model: Path, chats: Path, *, recipe: Path | None = None, **changes: object) -> list[str]:
     """Return the overrides of a short fp32 training run on CPU; `changes` win."""
+    needs_adapter = recipe is not None and "adapter" in read_schema(recipe)
     values = {
+        **(ADAPTER if needs_adapter else {}),
         "checkpoint_dir": model,
         "dataset": chats,
         "tokenizer.max_seq_len": 96,
@@ -106,7 +117,7 @@ def train(models: dict[str, Path], chats: Path, tmp_path: Path) -> Callable[...,
         recipe: Path, name: str = "run", *extra: str, model: str = "untied", **changes: object
     ) -> Path:
         output = tmp_path / name
-        words = basics(models[model], chats, **changes)
+        words = basics(models[model], chats, recipe=recipe, **changes)
         assert tune("run", recipe, *words, f"output_dir={output}", *extra) == 0
         return output / "final"
 
@@ -114,22 +125,39 @@ def train(models: dict[str, Path], chats: Path, tmp_path: Path) -> Callable[...,
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """Return all weights of a model folder."""
+    """Return all weights of a model folder, or all of an adapter's."""
     files = sorted(folder.glob("*.safetensors"))
     assert files, folder
     return {name: t for file in files for name, t in load_file(file).items()}
 
 
+def first_weights(start: Path, *, of: Path) -> dict[str, Tensor]:
+    """Return what a run from the model `start` that left the folder `of` began with.
+
+    A run of adapters began with first values of the adapter: they depend on seed and name alone.
+    """
+    if is_adapter_folder(start) or not is_adapter_folder(of):
+        return weights(start)
+    with torch.device("meta"):
+        model = auto(start)
+    stored = read_adapter(of)
+    inject_stored(model, stored, dtype=next(iter(weights(of).values())).dtype)
+    load_weights(model, start, device="cpu")
+    initialize(model, seed=42)
+    sources = adapter_sources(model, multimodal=False)
+    return {source.name: source.get().detach() for source in sources}
+
+
 def differing(first: Path, second: Path) -> list[str]:
-    """Return the names of the weights that are not bit-equal."""
-    a, b = weights(first), weights(second)
+    """Return the names of the weights that are not bit-equal; `first` may be the model to begin."""
+    a, b = first_weights(first, of=second), weights(second)
     assert a.keys() == b.keys()
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
 def change_distance(start: Path, first: Path, second: Path) -> float:
     """Return the relative L2 distance between two runs' weight changes since `start`."""
-    s, a, b = weights(start), weights(first), weights(second)
+    s, a, b = first_weights(start, of=first), weights(first), weights(second)
     difference = sum((a[n].double() - b[n].double()).square().sum() for n in s)
     change = sum((a[n].double() - s[n].double()).square().sum() for n in s)
     assert change > 0

@@ -193,7 +193,7 @@ def test_a_recipe_names_file_row_and_repair(
 ) -> None:
     source, files, words, wanted = FAULTS[name]
     write(tmp_path, files)
-    keys = basics(models["untied"], tmp_path / source, output_dir=tmp_path / "run")
+    keys = basics(models["untied"], tmp_path / source, recipe=recipe, output_dir=tmp_path / "run")
     sentence = said(recipe, *keys, *words)
     assert re.search(wanted, sentence), sentence
 
@@ -203,7 +203,7 @@ def test_a_recipe_names_file_row_and_repair(
 def test_a_run_that_cannot_start_leaves_no_folder(
     recipe: Path, words: list[str], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    keys = [*basics(models["untied"], tmp_path / "none.jsonl"), *words]
+    keys = [*basics(models["untied"], tmp_path / "none.jsonl", recipe=recipe), *words]
     command = [sys.executable, "-m", "solotune", "run", str(recipe), *keys]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

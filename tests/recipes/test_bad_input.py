@@ -62,7 +62,9 @@ def fault(recipe, models, chats, earlier, capsys) -> Callable[..., str]:
     def run(*words: str, code: int = 1, model: Path | None = None, **changes: object) -> str:
         before = content(earlier)
         keys = {"output_dir": earlier, "overwrite": True, **changes}
-        found = tune("run", recipe, *basics(model or models["untied"], chats, **keys), *words)
+        found = tune(
+            "run", recipe, *basics(model or models["untied"], chats, recipe=recipe, **keys), *words
+        )
         printed = capsys.readouterr()
         assert found == code, printed.err
         assert content(earlier) == before
@@ -332,7 +334,9 @@ def test_flags_of_torchrun_and_other_flags_are_usage_errors(fault) -> None:
 
 
 def test_debug_shows_the_traceback_above_the_sentence(recipe, models, chats, tmp_path, capsys):
-    words = basics(models["untied"], chats, dataset="gone.jsonl", output_dir=tmp_path / "run")
+    words = basics(
+        models["untied"], chats, recipe=recipe, dataset="gone.jsonl", output_dir=tmp_path / "run"
+    )
     assert tune("run", recipe, *words, "--debug") == 1
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
@@ -356,7 +360,7 @@ def test_an_output_dir_that_cannot_be_written_is_refused(fault, tmp_path: Path, 
 
 
 def test_resuming_in_no_named_folder_is_refused(recipe, models, chats, capsys) -> None:
-    words = basics(models["untied"], chats, resume_from_checkpoint=True)
+    words = basics(models["untied"], chats, recipe=recipe, resume_from_checkpoint=True)
     assert tune("run", recipe, *words) == 1
     assert re.search(r"needs output_dir: name the run's folder", sentence(capsys.readouterr().err))
 
@@ -368,7 +372,7 @@ def test_a_run_does_not_overwrite_the_model_that_it_starts_from(
     run = train(recipe, max_steps_per_epoch=2).parent
     before = content(run)
     capsys.readouterr()
-    words = basics(run / part, chats, output_dir=run, overwrite=True)
+    words = basics(run / part, chats, recipe=recipe, output_dir=run, overwrite=True)
     assert tune("run", recipe, *words) == 1
     said = sentence(capsys.readouterr().err)
     assert said.startswith(f"checkpoint_dir={run / part} belongs to output_dir={run}")
@@ -378,7 +382,7 @@ def test_a_run_does_not_overwrite_the_model_that_it_starts_from(
 def test_overwriting_deletes_the_earlier_run_and_nothing_else(
     recipe, models, chats, earlier: Path
 ) -> None:
-    words = basics(models["untied"], chats, output_dir=earlier, overwrite=True)
+    words = basics(models["untied"], chats, recipe=recipe, output_dir=earlier, overwrite=True)
     assert tune("run", recipe, *words) == 0
     assert not (earlier / "best").exists()
     assert (earlier / "notes.txt").exists()
@@ -414,7 +418,7 @@ def test_resuming_with_other_keys_is_refused(
 ) -> None:
     before = content(saved)
     keys = {"output_dir": saved, "resume_from_checkpoint": True, "epochs": 3, **changes}
-    assert tune("run", recipe, *basics(models["untied"], chats, **keys)) == 1
+    assert tune("run", recipe, *basics(models["untied"], chats, recipe=recipe, **keys)) == 1
     said = sentence(capsys.readouterr().err)
     assert re.search(wanted, said), said
     assert content(saved) == before
@@ -439,7 +443,9 @@ def test_a_broken_state_is_refused(
     path = saved / "step_2" / "training_state" / "state.json"
     path.write_text(damage(path.read_text()))
     before = content(saved)
-    words = basics(models["untied"], chats, output_dir=saved, resume_from_checkpoint=True)
+    words = basics(
+        models["untied"], chats, recipe=recipe, output_dir=saved, resume_from_checkpoint=True
+    )
     assert tune("run", recipe, *words) == 1
     said = sentence(capsys.readouterr().err)
     assert re.search(wanted, said), said
@@ -450,7 +456,7 @@ def test_a_complete_run_has_nothing_to_save_elsewhere(
     recipe, models, chats, saved: Path, tmp_path: Path, capsys
 ) -> None:
     keys = {"resume_from_checkpoint": saved, "max_steps_per_epoch": 2}
-    words = basics(models["untied"], chats, **keys)
+    words = basics(models["untied"], chats, recipe=recipe, **keys)
     assert tune("run", recipe, *words, f"output_dir={saved}") == 0
     assert "1 epochs of 2 steps, 2 of them done" in capsys.readouterr().out
     assert tune("run", recipe, *words, f"output_dir={tmp_path / 'elsewhere'}") == 1
@@ -474,7 +480,7 @@ def test_a_loss_of_nan_stops_the_run_at_its_step(
     recipe, nan_model: Path, chats, tmp_path, capsys
 ) -> None:
     output = tmp_path / "run"
-    words = basics(nan_model, chats, output_dir=output, clip_grad_norm=1.0)
+    words = basics(nan_model, chats, recipe=recipe, output_dir=output, clip_grad_norm=1.0)
     assert tune("run", recipe, *words) == 1
     said = sentence(capsys.readouterr().err)
     assert said.startswith("step 1: loss is nan and gradient norm is nan; no weight was changed")
@@ -488,7 +494,7 @@ def test_weights_that_are_not_finite_are_not_saved(
 ) -> None:
     output = tmp_path / "run"
     keys = {"output_dir": output, "on_nonfinite": "skip"}
-    assert tune("run", recipe, *basics(nan_model, chats, **keys)) == 1
+    assert tune("run", recipe, *basics(nan_model, chats, recipe=recipe, **keys)) == 1
     printed = capsys.readouterr()
     for step in (1, 2, 3):
         assert f"warning: step {step} skipped: loss is nan" in printed.out
@@ -512,7 +518,7 @@ def test_text_longer_than_the_positions_of_the_model_is_told(
     recipe, capsys, damaged, chats, tmp_path
 ) -> None:
     model = damaged(config(max_position_embeddings=32))
-    words = basics(model, chats, output_dir=tmp_path / "run", max_steps_per_epoch=1)
+    words = basics(model, chats, recipe=recipe, output_dir=tmp_path / "run", max_steps_per_epoch=1)
     assert tune("run", recipe, *words) == 0
     out = capsys.readouterr().out
     assert re.search(r"warning: \d+ tokens in a row, 32 positions known to the model", out)

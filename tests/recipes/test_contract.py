@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from solotune import models as families
+from solotune.checkpoint import add_adapter
 from solotune.cli.run import import_recipe  # pyright: ignore[reportMissingImports]
 from solotune.config import configs, load, read_schema, recipe_of
 from solotune.memory import MEMORY_KEYS, HostMemory
@@ -149,7 +150,7 @@ def test_a_stopped_and_resumed_run_is_bit_equal_to_the_uninterrupted(
     assert steps >= 4
 
     output = tmp_path / "stopped"
-    words = [*basics(models["untied"], chats, **keys), f"output_dir={output}"]
+    words = [*basics(models["untied"], chats, recipe=recipe, **keys), f"output_dir={output}"]
     for stop_at in (1, steps - 1):
         with monkeypatch.context() as patch:
             stop_after_step(patch, stop_at)
@@ -197,9 +198,12 @@ def test_a_run_resumes_bit_equal_inside_each_memory_mode(
 ) -> None:
     keys = {"dtype": "bf16", "optimizer": "solotune.optim.AdamWKahan", "epochs": 2}
     keys |= {"max_steps_per_epoch": None, "gradient_accumulation_steps": 2} | MODES[mode]
+    if "trainable" in keys and "trainable" not in read_schema(recipe):
+        del keys["trainable"]
+        keys |= {"adapter.layers_to_transform": 1, "adapter.targets": "[all-linear, lm_head]"}
     whole = train(recipe, "whole", model="tied", **keys)
     output = tmp_path / "stopped"
-    words = [*basics(models["tied"], chats, **keys), f"output_dir={output}"]
+    words = [*basics(models["tied"], chats, recipe=recipe, **keys), f"output_dir={output}"]
     with monkeypatch.context() as patch:
         stop_after_step(patch, 3)
         assert tune("run", recipe, *words) == 143
@@ -284,7 +288,10 @@ def test_a_copy_runs_from_another_folder(
     copy = Path("mine/copy.py") if relative else tmp_path / "mine" / "copy.py"
     assert tune("cp", recipe.stem, copy) == 0
     if recipe in TRAINING:
-        words = [*basics(models["tied"], chats, max_steps_per_epoch=1), "output_dir=out"]
+        words = [
+            *basics(models["tied"], chats, recipe=recipe, max_steps_per_epoch=1),
+            "output_dir=out",
+        ]
     else:
         words = [f"checkpoint_dir={models['tied']}", "prompt=hi", "max_new_tokens=2", "device=cpu"]
     assert tune("run", copy, *words) == 0
@@ -330,6 +337,10 @@ def test_a_config_fits_its_recipe_and_its_model_builds_on_meta(config, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(published.config))
     with torch.device("meta"):
         model = cfg.model.build(checkpoint_dir=tmp_path)
+    if hasattr(cfg, "adapter"):
+        with torch.device("meta"):
+            adapted = cfg.model.build(checkpoint_dir=tmp_path)
+        add_adapter(adapted, cfg.adapter.build())
     assert read_config(tmp_path) == model.config
     assert {n: p.shape for n, p in model.named_parameters()} == {
         n: p.shape for n, p in published.named_parameters()

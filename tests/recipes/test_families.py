@@ -47,7 +47,10 @@ def test_a_family_trains_is_saved_and_answers_as_transformers_lets_it(
 ) -> None:
     folder, run, answers = write(family), tmp_path / "run", tmp_path / "answers.jsonl"
     steps = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2}
-    assert tune("run", recipe, *basics(folder, chats, **steps), f"output_dir={run}") == 0
+    assert (
+        tune("run", recipe, *basics(folder, chats, recipe=recipe, **steps), f"output_dir={run}")
+        == 0
+    )
     final = run / "final"
     assert differing(folder, final)
 
@@ -76,7 +79,7 @@ def test_the_loss_has_the_models_soft_cap(
         "another": ["loss.soft_cap=100.0"],
     }.items():
         output = tmp_path / name
-        keys = basics(folder, chats, gradient_accumulation_steps=accumulation)
+        keys = basics(folder, chats, recipe=recipe, gradient_accumulation_steps=accumulation)
         assert tune("run", recipe, *keys, f"output_dir={output}", *words) == 0
         finals[name] = output / "final"
     assert differing(finals["as the model"], finals["said"]) == []

@@ -46,7 +46,7 @@ def test_the_rows_are_those_that_a_run_trains_on(
     train(recipe, **changes)
     monkeypatch.undo()
     capsys.readouterr()
-    words = basics(models["untied"], chats, **changes)
+    words = basics(models["untied"], chats, recipe=recipe, **changes)
     assert tune("inspect", "data", recipe, *words, "--json", "--samples", "99") == 0
     *rows, counts = map(json.loads, capsys.readouterr().out.splitlines())
     assert rows == fed

@@ -95,7 +95,11 @@ def test_killed_at_planned_and_random_moments_and_resumed_is_bit_equal(
     launcher: Launcher, models, chats, recipe, mode, tmp_path
 ) -> None:
     whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
-    words = ["run", str(recipe), *basics(models["tied"], chats, **KEYS | MODES[mode])]
+    words = [
+        "run",
+        str(recipe),
+        *basics(models["tied"], chats, recipe=recipe, **KEYS | MODES[mode]),
+    ]
     started = time.monotonic()
     launcher.start([*words, f"output_dir={whole}"], log)
     assert launcher.wait() == 0, log.read_text()
@@ -128,7 +132,12 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_says_so_in_a_sentence(
 ) -> None:
     """A limit on the file size stands for the full disk: the save after the first one fails."""
     output = tmp_path / "run"
-    words = ["run", str(recipe), *basics(models["tied"], chats, **KEYS), f"output_dir={output}"]
+    words = [
+        "run",
+        str(recipe),
+        *basics(models["tied"], chats, recipe=recipe, **KEYS),
+        f"output_dir={output}",
+    ]
     assert tune(*words, "epochs=1", "max_steps_per_epoch=1") == 0
     before = weights(output / "step_1")
     capsys.readouterr()

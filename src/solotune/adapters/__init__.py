@@ -3,7 +3,9 @@
 from solotune.adapters.inject import adapt_layer as adapt_layer
 from solotune.adapters.inject import adaptable_layers as adaptable_layers
 from solotune.adapters.inject import adapted_layers as adapted_layers
+from solotune.adapters.inject import adapter_lines as adapter_lines
 from solotune.adapters.inject import adapter_parameters as adapter_parameters
+from solotune.adapters.inject import check_no_new_tokens as check_no_new_tokens
 from solotune.adapters.inject import initialize as initialize
 from solotune.adapters.inject import inject as inject
 from solotune.adapters.inject import is_adapter as is_adapter

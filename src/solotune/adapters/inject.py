@@ -7,6 +7,8 @@ initialise the adapter or load one.
 import hashlib
 import math
 import re
+from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,6 +108,32 @@ def merged_weight(layer: nn.Module) -> torch.Tensor:
     """Return the weight of an adapted layer with the adapter in it, new and in fp32."""
     assert isinstance(layer, AdaptedLayer)
     return layer.merged_weight()
+
+
+def adapter_lines(model: nn.Module, adapter: LoRA, *, of: int) -> list[str]:
+    """Return the fact to print about an adapter over a base of `of` parameters."""
+    layers = adapted_layers(model)
+    short = Counter(name.rpartition(".")[2] for name in layers)
+    where = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in short.items())
+    trained = sum(p.numel() for p in adapter_parameters(model).values())
+    kind = f"{'DoRA' if adapter.dora else 'rsLoRA' if adapter.rslora else 'LoRA'}"
+    return [
+        f"{kind} of rank {adapter.rank}: {trained:,} parameters are trained, "
+        f"{trained / of:.2%} of the base's {of:,}; on {where}"
+    ]
+
+
+def check_no_new_tokens(tokenizer: Any) -> None:
+    """Raise ConfigError where a tokenizer has tokens that the model has no rows for.
+
+    An adapter cannot train rows, and its folder cannot hold them.
+    """
+    if tokenizer.new_ids:
+        raise ConfigError(
+            "tokenizer.added_tokens: an adapter cannot train rows for new tokens: train them first "
+            "(full_finetune_single_device with trainable='embed_tokens|lm_head'), and name the "
+            "final/ of that run as checkpoint_dir"
+        )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:

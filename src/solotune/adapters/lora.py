@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from solotune.errors import ConfigError
@@ -31,7 +30,7 @@ class LoRA:
     dora: bool = False
     rslora: bool = False
     dtype: Literal["bf16", "fp32"] = "fp32"
-    source: Path | str | None = None
+    source: str | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:

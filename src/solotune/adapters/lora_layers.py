@@ -131,10 +131,12 @@ class LoRALinear(Linear):
 
     @torch.no_grad()
     def reset_magnitude(self) -> None:
-        """Set the trained lengths to those that the rows have."""
+        """Set the trained lengths to those of the weight's rows: a new B is 0.
+
+        The weight may be on another device: a streamed layer's is at home.
+        """
         if self.lora_magnitude_vector is not None:
-            self.lora_magnitude_vector.fill_(1)
-            self.lora_magnitude_vector.div_(self.row_scale())
+            self.lora_magnitude_vector.copy_(row_squares(self.dense_weight()).sqrt_())
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
@@ -200,7 +202,7 @@ class LoRAEmbedding(Embedding):
 
     @torch.no_grad()
     def reset_magnitude(self) -> None:
-        """Set the trained lengths to those that the columns have."""
+        """Set the trained lengths to those of the columns."""
         if self.lora_magnitude_vector is not None:
             self.lora_magnitude_vector.fill_(1)
             self.lora_magnitude_vector.div_(self.column_scale())
@@ -223,7 +225,7 @@ class LoRAEmbedding(Embedding):
 
 
 @cache
-def adapted_class(base: type[nn.Module]) -> type[nn.Module]:
+def adapted_class(base: type[nn.Module]) -> Any:
     """Return the class of an adapted layer that was of the class `base`; always the same one.
 
     Blocks share compiled code only where their classes are the same.

@@ -48,6 +48,7 @@ MIXED = "solotune.data.mixed"  # what a list of data sets stands for
 
 # What a node without `_component_` stands for, by its key.
 DEFAULT_PATHS = {
+    "adapter": "solotune.adapters.LoRA",
     "dataset": "solotune.data.dataset",
     "dataset_val": "solotune.data.dataset",
     "loss": "solotune.losses.LinearCrossEntropy",
@@ -67,6 +68,7 @@ class Kind:
 
 # A key that only a copied recipe has may name anything of the ROOTS.
 _KINDS = {
+    "adapter": Kind("adapter", ("solotune.adapters",), "solotune.adapters.LoRA"),
     "dataset": Kind("data set", ("solotune.data",), "solotune.data.SampleSet"),
     "dataset_val": Kind("data set", ("solotune.data",), "solotune.data.SampleSet"),
     "loss": Kind("loss", ("solotune.losses",), "torch.nn.Module"),
@@ -219,7 +221,7 @@ class Component:
             return []
         try:
             match self.key:
-                case "loss":
+                case "loss" | "adapter":
                     self.build()
                 case "lr_scheduler":
                     self.build(_MANY_STEPS)

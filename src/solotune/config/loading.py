@@ -41,7 +41,7 @@ from solotune.config.suggest import suggest
 from solotune.errors import ConfigError, UserError
 
 ConfigClass = TypeVar("ConfigClass")
-_LATER = ("adapter", "plan")  # keys of versions to come
+_LATER = ("plan",)  # keys of versions to come
 _STAMP = re.compile(r"# solotune \S+ (\S+) sha256:")
 _KEY_OF_A_FAULT = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)(?:=|: )")
 

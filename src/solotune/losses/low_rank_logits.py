@@ -28,7 +28,9 @@ class LowRankLogits:
 
     def collect_(self, dlogits_NV: Tensor, chunk: slice) -> None:
         """Add up gradients; turn those of the logits into those before they were scaled."""
-        if self.scale_V is not None and self._unscaled_NV is not None:
+        if self.scale_V is not None:
+            assert self._dscale_V is not None
+            assert self._unscaled_NV is not None
             self._dscale_V += self._unscaled_NV.mul_(dlogits_NV).sum(0, dtype=torch.float32)
             dlogits_NV.mul_(self.scale_V)
         torch.mm(dlogits_NV, self.up_VR, out=self._dlow_TR[chunk])

@@ -47,7 +47,9 @@ def layer_major_step(
     the first parameter steps, or loss and norm together where clipping holds the steps back.
     Weights stay where a number read is not finite, or `num_targets` is 0.
     """
-    contexts = [model.context(batch.positions_BS, batch.segments_BM) for batch in group]
+    contexts = [
+        model.context(batch.positions_BS, batch.segments_BM, key=batch.key) for batch in group
+    ]
     gradients = None if clip is None else _Parked(host)
 
     def complete(parameters: Sequence[nn.Parameter]) -> None:
@@ -77,7 +79,7 @@ def layer_major_step(
     mean_loss = torch.zeros((), device=model.device)
     for index, batch in enumerate(group):
         x_BSD = hidden[index].requires_grad_(bool(inputs))
-        loss = loss_fn(model.norm(x_BSD), model.output_weight, batch, num_targets)
+        loss = loss_fn(model.norm(x_BSD), model.head, batch, num_targets)
         loss.backward()
         mean_loss += loss.detach()
         hidden[index] = x_BSD.grad if x_BSD.grad is not None else torch.zeros_like(x_BSD)

@@ -34,8 +34,9 @@ def register_steps(model: Decoder, stepper: Stepper) -> None:
         stepper.step([parameter])
         parameter.grad = None
 
+    embedding = set(model.embed_tokens.parameters())
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter is not model.embed_tokens.weight:
+        if parameter.requires_grad and parameter not in embedding:
             parameter.register_post_accumulate_grad_hook(step)
 
 
@@ -51,7 +52,6 @@ def step_in_backward(
     if batch.num_targets and math.isfinite(value):
         loss.backward()
         model.add_embedding_gradient([(batch.tokens_BS, x_BSD.grad)])
-        embedding = model.embed_tokens.weight
         stepper.step(model.embed_tokens.parameters())
-        embedding.grad = None
+        model.embed_tokens.zero_grad(set_to_none=True)
     return value

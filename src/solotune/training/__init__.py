@@ -1,6 +1,7 @@
 """What a recipe's loop needs around the arithmetic: device, precision, schedule, progress, log."""
 
 from solotune.training.checks import check_positive as check_positive
+from solotune.training.checks import check_validation as check_validation
 from solotune.training.clipping import clip_grad_norm as clip_grad_norm
 from solotune.training.device import describe_device as describe_device
 from solotune.training.device import pick_device as pick_device

@@ -16,6 +16,8 @@ from tqdm import tqdm
 from solotune.data import Loader
 from solotune.errors import ConfigError, TrainingError
 
+_CHECKED = 2**24  # numbers looked at once: what is asked of each is a byte
+
 
 @dataclass
 class Progress:
@@ -121,7 +123,8 @@ def check_weights(step: int, model: nn.Module) -> None:
     """
     finite = defaultdict(list)  # by device: streamed weights are in host memory
     for parameter in model.parameters():
-        finite[parameter.device].append(parameter.detach().isfinite().all())
+        for piece in parameter.detach().view(-1).split(_CHECKED):
+            finite[parameter.device].append(piece.isfinite().all())
     if not all(bool(torch.stack(checks).all()) for checks in finite.values()):
         names = [name for name, p in model.named_parameters() if not p.isfinite().all()]
         raise TrainingError(
