@@ -356,7 +356,7 @@ def main(cfg: Config) -> int:
     memory = MemoryReport(
         model, loss_fn=loss_fn, stepper=stepper, host=host, log=log, on=memory_keys(cfg)
     )
-    gauge = UpdateGauge(model, optimizer)
+    gauge = UpdateGauge(model, stepper)
     running = log.running(total_steps, first_step=progress.step)
     with stop_on_signals() as stop, closing(stepper), running:
         if loader_val and progress.step == 0:

@@ -13,6 +13,7 @@ from solotune.memory import (
     HostMemory,
     StateHome,
     Stepper,
+    StreamedLayers,
     checkpoint_blocks,
     is_layer_major,
     layer_major_step,
@@ -62,16 +63,20 @@ class OneStep:
         dtype: torch.dtype = torch.float32,
         optimizer: type[Optimizer] = torch.optim.AdamW,
         folder: Path | None = None,
+        poison: bool = False,
+        shape: dict[str, Any] | None = None,
         rows: tuple[tuple[int, ...], ...] = ((100, 60, 30), (150, 20)),
         **on: Any,
     ) -> None:
         self.on = NOTHING_ON | on
         fields = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
-        self.model: Decoder = set_dtype(tiny(intermediate_size=256, **fields), dtype)
+        fields |= {"intermediate_size": 256} | (shape or {})
+        self.model: Decoder = set_dtype(tiny(**fields), dtype)
         self.layer_major = is_layer_major(self.on)
         if self.on["enable_activation_checkpointing"]:
             checkpoint_blocks(self.model, option=self.on["ac_option"])
-        self.host = HostMemory(torch.device("cpu"))
+        layers = StreamedLayers(self.model, resident=self.on["resident_layers"])
+        self.host = HostMemory(torch.device("cpu"), weights=layers, poison=poison)
         self.loss_fn = LinearCrossEntropy(chunk_tokens=64)
         made = optimizer(self.model.parameters(), lr=1e-3)  # type: ignore[call-arg]
         away = self.on["optimizer_state"] != "device"

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from solotune.memory import Stepper
 from solotune.models import Decoder
 from solotune.optim import AdamWKahan
 from solotune.training import UpdateGauge, set_dtype
@@ -17,7 +18,8 @@ def measure(
     """Return the gauge, its figure for the last step but one, and that of all the weights."""
     model: Decoder = set_dtype(tiny(), dtype)
     made = optimizer(model.parameters(), lr=lr, weight_decay=0.0, **keys)
-    gauge = UpdateGauge(model, made)
+    stepper = Stepper(made)
+    gauge = UpdateGauge(model, stepper)
     exact = 0.0
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
@@ -27,7 +29,7 @@ def measure(
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         before = [p.detach().clone() for p in matrices]
         with gauge.watching():
-            made.step()
+            stepper.step(model.parameters())
         if step == steps - 2:
             same = sum(int((a == b).sum()) for a, b in zip(before, matrices, strict=True))
             exact = same / sum(p.numel() for p in matrices)

@@ -43,7 +43,10 @@ TENSOR_MODULES = ("torchao.optim.",)  # whose tensor classes a state file may na
 
 
 class TrainingState:
-    """The state of a run at one moment, described but not copied."""
+    """The state of a run at one moment, described but not copied.
+
+    `dtype` is that of the weights in the folder; None: what is trained is there as it is.
+    """
 
     def __init__(
         self,
@@ -51,9 +54,9 @@ class TrainingState:
         model: Decoder,
         optimizer: Optimizer,
         progress: dict[str, Any],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
     ) -> None:
-        device = next(model.parameters()).device
+        self._device = device = model.device  # of the state of streamed weights too
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # paged state is host memory that kernels write
         self.sources: list[SourceTensor] = []
@@ -65,7 +68,7 @@ class TrainingState:
                 for key, value in state.items()
             }
         for name, parameter in model.named_parameters():
-            if parameter.dtype == torch.float32 and dtype != torch.float32:
+            if parameter.dtype == torch.float32 and dtype not in (None, torch.float32):
                 self._describe(f"{name}.{EXACT}", parameter.detach(), parameter)
         self._state = {
             "format": FORMAT,
@@ -102,7 +105,7 @@ class TrainingState:
         if type(value) is Tensor:
             self.sources.append(SourceTensor(key, value.dtype, tuple(value.shape), lambda: value))
             # State that lives on the host between steps belongs with its parameter all the same.
-            with_parameter = value.device == parameter.device or value.numel() == parameter.numel()
+            with_parameter = value.device == self._device or value.numel() == parameter.numel()
             return {"with_parameter": with_parameter}
         names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
         return {
@@ -137,9 +140,11 @@ def load_training_state(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     try:
         for name, parameter in _optimized(model, optimizer):
-            group = groups[id(parameter)]
+            group, like = groups[id(parameter)], parameter
+            if parameter.device != model.device:  # streamed: it steps on the device all the same
+                like = torch.empty_like(parameter, device=model.device)
             restored = {
-                key: _restore(f"{name}.{key}", entry, stored, parameter, group, optimizer)
+                key: _restore(f"{name}.{key}", entry, stored, like, group, optimizer)
                 for key, entry in state["state"][name].items()
             }
             if restored:
@@ -154,7 +159,7 @@ def load_training_state(
         raise CheckpointError(
             f"{path} lacks {error.args[0]}: resume from another step folder"
         ) from error
-    _set_generators(state["generators"], next(model.parameters()).device)
+    _set_generators(state["generators"], model.device)
     return state["progress"]
 
 

@@ -104,9 +104,9 @@ class HostMemory:
 
     def ring(self, num_bytes: int) -> "Ring":
         """Return buffers of host memory: three that are pinned, two where no more can be."""
-        flats = [self._new_buffer(num_bytes) for _ in range(2)]
-        if self._may_pin or self.device.type != "cuda":
-            flats.append(self._new_buffer(num_bytes))
+        flats = [self._new_buffer(num_bytes) for _ in range(3)]
+        if self.device.type == "cuda" and not self._may_pin:
+            del flats[2]
         return Ring(self.queues, flats)
 
     def take_buffer(self, like: Tensor) -> Tensor:

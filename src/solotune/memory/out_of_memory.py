@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
 from solotune.data import Batch
 from solotune.errors import UserError
 from solotune.memory.keys import is_layer_major
 from solotune.memory.stepping import Stepper
 from solotune.memory.tracker import state_parts
-from solotune.models import Block, Decoder
+from solotune.models import Block, Context, Decoder
 from solotune.training import peak_bytes
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -49,7 +50,8 @@ def explain_out_of_memory(
 class Sizes:
     """What the peak is made of, in bytes."""
 
-    weights: int
+    weights: int  # of the whole model
+    block_weights: int  # of the largest block
     gradients_now: int
     state_now: int  # of the optimizer, on the device
     state: int  # once every parameter has some
@@ -76,6 +78,7 @@ def measure(model: Decoder, stepper: Stepper, group: Sequence[Batch]) -> Sizes:
     block = max(model.blocks, key=lambda block: sum(p.nbytes for p in block.parameters()))
     return Sizes(
         weights=sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
+        block_weights=sum(p.nbytes for p in block.parameters()),
         gradients_now=sum(p.grad.nbytes for p in trained if p.grad is not None),
         state_now=state,
         state=int(state / share) if share else 0,
@@ -109,12 +112,36 @@ def _bytes_kept(model: Decoder, batch: Batch) -> int:
         context = model.context(positions, segments)
         known |= {t.untyped_storage()._cdata for t in context.tensors()}
         x_BSD = model.embed(tokens).requires_grad_()
-        block = model.blocks[0]
-        assert isinstance(block, Block)
+        layer = _Layer(model.blocks[0])
+        weights = {  # a streamed block's are not on the device
+            name: torch.empty_like(p, device=model.device).requires_grad_(p.requires_grad)
+            for name, p in layer.named_parameters()
+        }
+        known |= {p.untyped_storage()._cdata for p in weights.values()}
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            out_BSD = block.layer(x_BSD, context)
+            out_BSD = functional_call(layer, weights, (x_BSD, context))
     del fake, out_BSD
     return sum(kept.values())
+
+
+class _Layer(nn.Module):
+    """A block without its checkpointing, uncompiled."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(block, Block)
+        self.block = block
+
+    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
+        return self.block.layer(x_BSD, context)
+
+
+def weights_on_device(sizes: Sizes, on: Mapping[str, Any]) -> int:
+    """Return the bytes of weights on the device: where they are streamed, two blocks' of these."""
+    if on["resident_layers"] is None:
+        return sizes.weights
+    away = max(sizes.blocks - on["resident_layers"] - 2, 0)
+    return sizes.weights - away * sizes.block_weights
 
 
 def estimate_peak(sizes: Sizes, on: Mapping[str, Any]) -> int:
@@ -148,7 +175,7 @@ def estimate_peak(sizes: Sizes, on: Mapping[str, Any]) -> int:
     state = sizes.state if on["optimizer_state"] == "device" else 0
     if "optimizer" in on:
         state = min(state, 2 * sizes.numbers)
-    return sizes.weights + state + backward
+    return weights_on_device(sizes, on) + state + backward
 
 
 def choices(on: Mapping[str, Any], *, device: torch.device) -> list[tuple[dict[str, Any], str]]:
@@ -169,9 +196,11 @@ def choices(on: Mapping[str, Any], *, device: torch.device) -> list[tuple[dict[s
         (checkpointing | {"enable_activation_offloading": True}, "costs host memory and copies"),
         ({"optimizer_state": "host"}, "costs host memory and copies"),
         ({"optimizer_state": "disk"}, "costs time, and wears an SSD"),
+        ({"optimizer_in_bwd": True, "resident_layers": 0}, "costs host memory and copies"),
         ({"optimizer": "bitsandbytes.optim.AdamW8bit"}, "costs precision of the state"),
     ]
-    on_host = (candidates[3], candidates[4])  # where device and host are one, nothing is saved
+    # Where device and host are one, these save nothing.
+    on_host = (candidates[3], candidates[4], candidates[6])
     left = [c for c in candidates if not (device.type == "cpu" and c in on_host)]
     if on["batch_size"] == 1:
         left.remove(candidates[1])
@@ -203,9 +232,10 @@ def advice(
 def _message(asked: int, sizes: Sizes, on: Mapping[str, Any], *, device: torch.device) -> str:
     held = _bytes_held(device)
     needed = max(asked, estimate_peak(sizes, on) - held)
-    rest = max(held - sizes.weights - sizes.gradients_now - sizes.state_now, 0)
+    weights = weights_on_device(sizes, on)
+    rest = max(held - weights - sizes.gradients_now - sizes.state_now, 0)
     shown = {
-        "weights": sizes.weights,
+        "weights": weights,
         "gradients": sizes.gradients_now,
         "optimizer state": sizes.state_now,
         "activations, logits and all else": rest,

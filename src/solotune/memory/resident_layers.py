@@ -70,10 +70,9 @@ class StreamedLayers:
                 f"{len(blocks)}: use less, or null to keep all on the device"
             )
         kept = len(blocks) if resident is None else resident
+        before = [(n * kept + len(blocks) // 2) // len(blocks) for n in range(len(blocks) + 1)]
         self._layouts = {
-            block: _layout(block)
-            for number, block in enumerate(blocks)
-            if number * kept // len(blocks) == (number + 1) * kept // len(blocks)
+            block: _layout(block) for n, block in enumerate(blocks) if before[n] == before[n + 1]
         }
         self._streamed = {p for layout in self._layouts.values() for p in layout.parameters}
         self._slots: list[_Slot] = []
@@ -92,7 +91,7 @@ class StreamedLayers:
         num_bytes = max(layout.num_bytes for layout in self._layouts.values())
         self._slots = [
             _Slot(torch.empty(num_bytes, dtype=torch.uint8, device=host.device))
-            for _ in range(_SLOTS)
+            for _ in range(min(_SLOTS, len(self._layouts)))
         ]
         self._ring = host.ring(num_bytes)
 

@@ -1,7 +1,7 @@
 """Step some parameters of the one optimizer, and leave the others alone."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from solotune.memory.optimizer_state import StateHome
 
 _BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit state
 _CPU_PIECE = 2**18  # numbers; their fp32 copies stay in the cache: twice as fast as 2**22
+
+_Around = Callable[[list[nn.Parameter]], AbstractContextManager[None]]
 
 
 class Stepper:
@@ -27,17 +29,24 @@ class Stepper:
         self._after: dict[nn.Parameter, nn.Parameter] = {}  # who stepped next, last time
         self._last: nn.Parameter | None = None
         self._told = False
+        self._around: _Around = lambda parameters: nullcontext()
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Step those of `parameters` that have a gradient; gradients stay."""
         ready = [p for p in parameters if p.grad is not None]
         if self.home is None:
-            self._step_only(ready)
+            with self._around(ready):
+                self._step_only(ready)
             return
         for parameter in ready:
             self._remember(parameter)
-            with self.home.on_device(parameter, then=self._after.get(parameter)):
+            state_here = self.home.on_device(parameter, then=self._after.get(parameter))
+            with state_here, self._around([parameter]):
                 self._step_only([parameter])
+
+    def watch(self, around: _Around) -> None:
+        """Enter `around(parameters)` whenever some step; they and their state are on the device."""
+        self._around = around
 
     def keep(self, parameter: nn.Parameter) -> None:
         """Move state that was just restored to where it lives."""

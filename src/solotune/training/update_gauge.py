@@ -1,12 +1,12 @@
 """How many weights a step leaves as they were: updates below half a rounding step are lost."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from solotune.memory.stepping import Stepper
 from solotune.models import Decoder
 from solotune.optim.rounding import join
 
@@ -18,29 +18,31 @@ _WARN_ABOVE = 0.5
 class UpdateGauge:
     """Measures the share of weights that a step did not change, on samples of the blocks' matrices.
 
-    With what an optimizer remembers of its rounding (`remainder`), where that is on the device.
-    Nothing is measured where weights, or what is kept of them, are rounded at random: that is right
-    on average, and a number that did not change was not lost.
+    With what an optimizer remembers of its rounding (`remainder`). Nothing is measured where
+    weights, or what is kept of them, are rounded at random: that is right on average, and a number
+    that did not change was not lost.
     """
 
-    def __init__(self, model: Decoder, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, model: Decoder, stepper: Stepper) -> None:
+        self.optimizer = stepper.optimizer
         matrices = [p for p in model.blocks.parameters() if p.requires_grad and p.dim() > 1]
         every = max(1, -(-len(matrices) // _MATRICES))
-        self._matrices = matrices[::every]
+        self._sampled = set(matrices[::every])
+        self._same: list[Tensor] = []  # of this step: how many numbers of a sample stayed
+        self._total = 0
         self._pending: Tensor | None = None
         self._told = False
         self.lost: float | None = None  # of the step before the last
+        stepper.watch(self._around)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure the step inside. Its figure is read at the end of the next: nothing waits."""
-        before = [_sample(p) for p in self._matrices] if self._is_plain() else []
-        kept = self._remainders()
+        self._same, self._total = [], 0
         yield
         # What was queued before the last read of the device is there by now.
         self.lost = None if self._pending is None else float(self._pending)
-        self._pending = self._share(before, kept) if before else None
+        self._pending = torch.stack(self._same).sum() / self._total if self._total else None
 
     def lines(self) -> list[str]:
         """Return, once, the warning that a run deserves whose updates are mostly lost."""
@@ -58,26 +60,24 @@ class UpdateGauge:
         at_random = getattr(self.optimizer, "bf16_stochastic_round", False)
         return not at_random and groups[0].get("residual", "int16") == "int16"
 
-    def _remainders(self) -> list[Tensor | None]:
-        return [self._remainder(p) for p in self._matrices]
+    @contextmanager
+    def _around(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Compare samples before and after these parameters step, where all of them is at hand."""
+        sampled = [p for p in parameters if p in self._sampled] if self._is_plain() else []
+        before = [(p, _sample(p), self._remainder(p)) for p in sampled]
+        yield
+        for parameter, old, old_kept in before:
+            new, kept = _sample(parameter), self._remainder(parameter)
+            if kept is not None:
+                if old_kept is None:  # made in this step
+                    continue
+                old, new = join(old, old_kept), join(new, kept)
+            self._same.append((old == new).sum())
+            self._total += new.numel()
 
     def _remainder(self, parameter: nn.Parameter) -> Tensor | None:
         remainder = self.optimizer.state.get(parameter, {}).get("remainder")
-        here = isinstance(remainder, Tensor) and remainder.device == parameter.device
-        return _sample(remainder) if here else None
-
-    def _share(self, before: list[Tensor], kept: list[Tensor | None]) -> Tensor | None:
-        """Return the share of unchanged numbers, on the device."""
-        same, total = [], 0
-        for parameter, old, old_kept in zip(self._matrices, before, kept, strict=True):
-            new, new_kept = _sample(parameter), self._remainder(parameter)
-            if new_kept is not None and old_kept is not None:
-                old, new = join(old, old_kept), join(new, new_kept)
-            elif "remainder" in self.optimizer.state.get(parameter, {}):
-                continue  # on the host, or made in this step
-            same.append((old == new).sum())
-            total += new.numel()
-        return torch.stack(same).sum() / total if total else None
+        return _sample(remainder) if isinstance(remainder, Tensor) else None
 
 
 def _sample(tensor: Tensor) -> Tensor:
