@@ -27,6 +27,12 @@ class Timeline:
     phases: list[str]  # of each: forward, backward or step
     bytes_E: dict[tuple[str, str], np.ndarray]  # by (place, category)
 
+    def part(self, first: int, last: int) -> "Timeline":
+        """Return what was alive from after `first` events to after `last`."""
+        span = slice(first, last + 1)
+        series = {key: values[span] for key, values in self.bytes_E.items()}
+        return Timeline(self.seconds_E[span], self.phases[span], series)
+
     def total(self, *places: str) -> np.ndarray:
         """Return live bytes over time, summed over `places`."""
         return np.sum([v for (place, _), v in self.bytes_E.items() if place in places], axis=0)

@@ -3,9 +3,8 @@
 A dispatch mode sees each tensor that an operator takes or returns, and a weak reference tells when
 its storage is freed. So it works on CPU, on a card, and on meta and fake tensors, which have no
 memory at all. It does not see what an operator allocates and frees inside itself (sorting, a fused
-loss, a matrix product's workspace), except inside custom operators that are written in Python. On
-fake tensors these are entered while a run is planned. Compiled code is opaque: inside, everything
-runs uncompiled.
+loss, a matrix product's workspace), except inside custom operators that are written in Python;
+on fake tensors these are opaque too. Compiled code is opaque: inside, everything runs uncompiled.
 """
 
 import time
@@ -24,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from solotune.device_kind import is_planning
 from solotune.memory.disk import Disk
 from solotune.memory.host import HostMemory
 from solotune.memory.optimizer_state import SMALLEST_BYTES
@@ -34,13 +32,13 @@ from solotune.models import Decoder
 
 
 @dataclass(eq=False)
-class _Life:
+class Life:
     """A storage's use for one thing; `source`: what it is a copy of, whose category it shares."""
 
     num_bytes: int
     place: str
     category: str
-    source: "_Life | None" = None
+    source: "Life | None" = None
     pinned: bool = False
 
     def final_category(self) -> str:
@@ -59,13 +57,12 @@ class MemoryTracker:
         self, model: Decoder, *, loss_fn: nn.Module, stepper: Stepper, host: HostMemory
     ) -> None:
         self.model, self.loss_fn, self.stepper, self.host = model, loss_fn, stepper, host
-        self._live: dict[int, _Life] = {}  # by the address of the storage object
+        self._live: dict[int, Life] = {}  # by the address of the storage object
         self._ends: dict[int, weakref.ref] = {}
-        self._before: list[_Life] = []  # what was alive at the start
-        self._events: list[tuple[float, str, _Life, int]] = []
+        self._before: list[Life] = []  # what was alive at the start
+        self._events: list[tuple[float, str, Life, int]] = []
         self._within: list[str] = []  # forward, loss, step: the innermost last
         self._phase = "forward"
-        self._opaque: dict[Any, int] = {}  # custom operators on fake tensors: bytes inside
         self._undo = ExitStack()
 
     def __enter__(self) -> "MemoryTracker":
@@ -81,16 +78,16 @@ class MemoryTracker:
             self._undo.callback(module.register_forward_pre_hook(enter).remove)
             leave = module.register_forward_hook(self._leave, always_call=True)
             self._undo.callback(leave.remove)
-        self._undo.enter_context(_replaced(self.stepper, "step", self._step))
+        self._undo.enter_context(replaced(self.stepper, "step", self._step))
         self._undo.enter_context(
-            _replaced(self.host, "take_buffer", partial(self._take_buffer, "host"))
+            replaced(self.host, "take_buffer", partial(self._take_buffer, "host"))
         )
         if isinstance(self.host.activations, Disk):
             take_file = partial(self._take_buffer, "disk")
-            self._undo.enter_context(_replaced(self.host.activations, "take_file", take_file))
-        self._undo.enter_context(_replaced(self.host, "_new_buffer", self._new_buffer))
+            self._undo.enter_context(replaced(self.host.activations, "take_file", take_file))
+        self._undo.enter_context(replaced(self.host, "_new_buffer", self._new_buffer))
         self._undo.enter_context(torch.compiler.set_stance("force_eager"))
-        self._undo.enter_context(_Operators(self))
+        self._operators = self._undo.enter_context(_Operators(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -104,11 +101,21 @@ class MemoryTracker:
         """How many allocations and ends there were so far."""
         return len(self._events)
 
+    def run_fake(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator on tensors without memory."""
+        return func(*args, **kwargs)
+
+    def enter(self, func: Any, device: str, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator's kernel for a kind of device, followed inside."""
+        key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
+        with self._operators:  # which the key leads past
+            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
     def ran(self, func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
         """Hear of an operator; return the bytes that it held inside itself, where that is known."""
         return 0
 
-    def timeline(self, sizes: Callable[[_Life], int] = lambda life: life.num_bytes) -> Timeline:
+    def timeline(self, sizes: Callable[[Life], int] = lambda life: life.num_bytes) -> Timeline:
         """Return what was alive, after the tracker is left; `sizes` says what a storage takes."""
         keys = [(place, category) for place in PLACES for category in CATEGORIES]
         column = {key: index for index, key in enumerate(keys)}
@@ -124,17 +131,17 @@ class MemoryTracker:
             dict(zip(keys, deltas.cumsum(0).T, strict=True)),
         )
 
-    def see(self, tensor: Tensor, *, is_new: bool) -> list[_Life]:
+    def see(self, tensor: Tensor, *, is_new: bool) -> list[Life]:
         """Note what lives in a tensor; not `is_new`: unless known, it was alive at the start."""
         lives = []
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             storage = part.untyped_storage()
             key = storage._cdata
             life = self._live.get(key)
             if life is None:
                 on_host = part.device.type == "cpu" != self.model.device.type
                 place = "host" if on_host else "device"
-                life = _Life(storage.nbytes(), place, self._category(part, is_new=is_new))
+                life = Life(storage.nbytes(), place, self._category(part, is_new=is_new))
                 self._live[key] = life
                 self._ends[key] = weakref.ref(storage, partial(self._end, key))
                 if is_new:
@@ -146,7 +153,7 @@ class MemoryTracker:
 
     def pass_by(self, num_bytes: int, *, new: list[Tensor]) -> None:
         """Note bytes that an operator has held and let go, besides what it returns."""
-        life = _Life(num_bytes, "device", self._category(new[0], is_new=True))
+        life = Life(num_bytes, "device", self._category(new[0], is_new=True))
         self._event(life, 1)
         self._event(life, -1)
 
@@ -159,7 +166,7 @@ class MemoryTracker:
         signed = (sign * life.num_bytes for _, _, life, sign in self._events[moment:])
         return max(accumulate(signed, initial=0))
 
-    def _event(self, life: _Life, sign: int) -> None:
+    def _event(self, life: Life, sign: int) -> None:
         if self._within:
             self._phase = "step" if self._within[-1] == "step" else "forward"
         elif _in_backward():
@@ -223,7 +230,7 @@ class MemoryTracker:
         (life,) = self.see(buffer, is_new=True)
         if life.place == place and life.source is not None:  # used again: for something else
             self._event(life, -1)
-            life = _Life(life.num_bytes, life.place, life.category)
+            life = Life(life.num_bytes, life.place, life.category)
             self._live[buffer.untyped_storage()._cdata] = life
             self._event(life, 1)
         life.place, life.source = place, source
@@ -238,64 +245,44 @@ class _Operators(TorchDispatchMode):
         self._tracker = tracker
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:  # asked by autograd all the time
+            return args[0].fake_device
         tracker, kwargs = self._tracker, kwargs or {}
-        inputs = _tensors(args)
+        inputs = tensors_in(args)
         if kwargs:
-            inputs += _tensors(tuple(kwargs.values()))
+            inputs += tensors_in(tuple(kwargs.values()))
         if any(not _is_plain(t) and is_traceable_wrapper_subclass(t) for t in inputs):
             return NotImplemented  # its own operators on its parts come by
         for tensor in inputs:  # what torch.tensor makes is first seen when it is handed out
             tracker.see(tensor, is_new=func is torch.ops.aten.lift_fresh.default)
         result = self._run(func, inputs, args, kwargs)
-        results = _tensors((result,))
-        if inside := tracker.ran(func, inputs, results):
-            tracker.pass_by(inside, new=results or inputs)
+        results = tensors_in((result,))
         for tensor in results:
             tracker.see(tensor, is_new=True)
+        if inside := tracker.ran(func, inputs, results):
+            tracker.pass_by(inside, new=results or inputs)
         return result
 
     def _run(self, func, inputs: list[Tensor], args, kwargs):
-        if func.namespace == "aten" or not inputs:
+        is_real = inputs and not any(isinstance(t, FakeTensor) or t.is_meta for t in inputs)
+        if not is_real:
+            return self._tracker.run_fake(func, inputs, args, kwargs)
+        if func.namespace == "aten":
             return func(*args, **kwargs)
-        if any(isinstance(t, FakeTensor) or t.is_meta for t in inputs):
-            return self._run_fake(func, inputs, args, kwargs)
-        # A custom operator: run its kernel with eyes open. The key leads past this mode.
+        # A custom operator: run its kernel with eyes open.
         device = next((t.device.type for t in inputs if not t.is_cpu), "cpu")
-        return self._enter(func, device, args, kwargs)
-
-    def _run_fake(self, func, inputs: list[Tensor], args, kwargs):
-        """Run an operator that is opaque on fake tensors; in a plan with eyes open once a kind."""
-        if not (is_planning() and func.namespace == "solotune"):
-            return func(*args, **kwargs)
-        known, begin = self._tracker._opaque, self._tracker.moments
-        kind = func, *((t.shape, t.stride(), t.dtype) for t in inputs), *map(repr, _numbers(args))
-        if kind not in known:
-            result = self._enter(func, "cpu", args, kwargs)
-            known[kind] = self._tracker.highest_since(begin)
-            return result
-        result = func(*args, **kwargs)
-        self._tracker.pass_by(known[kind], new=_tensors((result,)))
-        return result
-
-    def _enter(self, func, device: str, args, kwargs):
-        key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
-        with self:
-            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        return self._tracker.enter(func, device, args, kwargs)
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in arguments or results: as tree_leaves, in a tenth of the time."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
+            found += tensors_in(value)
     return found
-
-
-def _numbers(args: tuple[Any, ...]) -> list[Any]:
-    return [value for value in args if not isinstance(value, Tensor)]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -311,7 +298,7 @@ def state_parts(stepper: Stepper, parameter: Tensor) -> Iterator[tuple[Tensor, s
     home = stepper.home
     away = "host" if home is None or home.folder is None else "disk"
     for value in tree_leaves(dict(stepper.optimizer.state[parameter])):
-        for part in _parts(value) if isinstance(value, Tensor) else ():
+        for part in parts_of(value) if isinstance(value, Tensor) else ():
             is_away = home is not None and part.nbytes >= SMALLEST_BYTES
             yield part, away if is_away else "device"
 
@@ -319,20 +306,24 @@ def state_parts(stepper: Stepper, parameter: Tensor) -> Iterator[tuple[Tensor, s
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that a tensor consists of: itself, or the parts of a subclass."""
     if not _is_plain(tensor) and is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
+            yield from parts_of(getattr(tensor, name))
     else:
         yield tensor
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Let `by(method, ...)` stand for a method of `owner`."""
-    setattr(owner, name, partial(by, getattr(owner, name)))
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Let `by(method, ...)` stand for a method of `owner`, or a function of a module."""
+    was_own, method = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, partial(by, method))
     try:
         yield
     finally:
-        delattr(owner, name)
+        if was_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)

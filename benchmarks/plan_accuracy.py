@@ -1,0 +1,264 @@
+"""The predicted peak of a step against the one that an allocator has measured.
+
+    python benchmarks/plan_accuracy.py --out docs/benchmarks/plan_accuracy.md
+
+Each case is planned, and then three optimizer steps are made by the same functions of the recipe on
+random weights. On CPU the measured peak is that of the allocator's own events, from the first
+weight on; on a card `torch.cuda.max_memory_allocated`, with what the allocator reserved beside it.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from figures import MIB, conditions, cpu_name, table, write_figures
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from solotune.cli.run import import_recipe  # pyright: ignore[reportMissingImports]
+from solotune.config import find_recipe
+from solotune.config.loading import load
+from solotune.data import Batch
+from solotune.data.batch import collate
+from solotune.memory.workers import Worker
+from solotune.models import Decoder
+from solotune.models.llama import llama3_2_1b, smollm2_135m
+from solotune.models.qwen2 import qwen2_5_0_5b
+from solotune.plan.simulate import Work, call, simulate
+from solotune.training import pick_device
+from solotune.training.precision import DTYPES
+
+FULL = "full_finetune_single_device"
+STEPS = 3
+ADAMW = "optimizer=torch.optim.AdamW optimizer.lr=1e-5"
+FUSED = f"{ADAMW} optimizer.fused=True"
+IN_BACKWARD = "optimizer_in_bwd=True clip_grad_norm=None"
+PLAIN = "enable_activation_checkpointing=False"
+OFFLOADING = "enable_activation_offloading=True"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, cut to some blocks, and its micro-batch."""
+
+    build: Any
+    layers: int
+    rows: int
+    tokens: int
+
+
+SHAPES = {
+    "SmolLM2-135M": Shape(smollm2_135m, 30, rows=2, tokens=192),
+    "Llama-3.2-1B, 2 blocks": Shape(llama3_2_1b, 2, rows=1, tokens=256),
+    "Qwen2.5-0.5B, 4 blocks": Shape(qwen2_5_0_5b, 4, rows=2, tokens=300),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of a model."""
+
+    shape: str
+    words: str
+    recipe: str = FULL
+    compiled: bool = False  # then the figure is an upper bound
+
+    @property
+    def title(self) -> str:
+        return self.words.replace("enable_activation_", "").replace("optimizer_", "")
+
+
+def cases() -> list[Case]:
+    small, wide, biased = SHAPES
+    kahan = "optimizer=solotune.optim.AdamWKahan optimizer.lr=1e-5"
+    eight_bit = "optimizer=bitsandbytes.optim.AdamW8bit optimizer.lr=1e-5"
+    words = [
+        f"{FUSED} {PLAIN}",
+        FUSED,
+        f"{FUSED} gradient_accumulation_steps=4",
+        f"{FUSED} ac_mode=selective ac_option=2",
+        f"{FUSED} ac_mode=selective ac_option=op",
+        f"{FUSED} {OFFLOADING}",
+        f"{FUSED} {OFFLOADING} {PLAIN}",
+        f"{FUSED} {OFFLOADING} activation_offload_to=disk",
+        f"{FUSED} {IN_BACKWARD}",
+        f"{FUSED} {IN_BACKWARD} {OFFLOADING} {PLAIN}",
+        f"{FUSED} {IN_BACKWARD} gradient_accumulation_steps=4",
+        f"{FUSED} optimizer_in_bwd=True gradient_accumulation_steps=2",
+        f"{FUSED} optimizer_state=host",
+        f"{FUSED} {IN_BACKWARD} optimizer_state=disk",
+        f"{FUSED} loss.chunk_tokens=32",
+        f"{FUSED} trainable=layers\\.(2[0-9])\\.",
+        f"{FUSED} dtype=fp32",
+        f"{FUSED} dtype=fp32 autocast=True",
+        f"{ADAMW} clip_grad_norm=None",
+        kahan,
+        f"{kahan} optimizer.residual=int8 optimizer.state_dtype=int8 {IN_BACKWARD}",
+        f"{kahan} {IN_BACKWARD} optimizer_state=host gradient_accumulation_steps=3",
+        eight_bit,
+        f"{eight_bit} {IN_BACKWARD} optimizer_state=host",
+        f"{FUSED} {IN_BACKWARD} gradient_accumulation_steps=2 resident_layers=4",
+    ]
+    found = [Case(small, each) for each in words]
+    for shape in (wide, biased):
+        found += [
+            Case(shape, f"{FUSED} {PLAIN}"),
+            Case(shape, f"{FUSED} gradient_accumulation_steps=2"),
+            Case(shape, f"{kahan} {IN_BACKWARD} gradient_accumulation_steps=2"),
+            Case(shape, f"{eight_bit} {IN_BACKWARD} {OFFLOADING}"),
+        ]
+    found.append(Case(small, f"{FUSED} compile=True", compiled=True))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="auto", help="cuda or cpu; auto: what is there")
+    add("--only", help="only cases whose title holds this text")
+    add("--out", type=Path, help="Markdown page whose figures are replaced")
+    options = parser.parse_args()
+    device = pick_device(options.device)
+    rows = []
+    for case in cases():
+        if options.only and options.only not in f"{case.shape} {case.title}":
+            continue
+        predicted, measured, seconds = run(case, device)
+        error = predicted / measured["allocated"] - 1
+        cells = [f"{predicted / MIB:,.1f}", *(f"{size / MIB:,.1f}" for size in measured.values())]
+        label = "upper bound" if case.compiled else ""
+        rows.append([case.shape, f"`{case.title}`", *cells, f"{100 * error:+.2f} %", label])
+        print(f"{' '.join(rows[-1])}  planned in {seconds:.1f} s", flush=True)
+        gc.collect()
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    names = ["measured", "reserved"] if device.type == "cuda" else ["measured"]
+    header = ["model", "keys", "predicted MiB", *(f"{name} MiB" for name in names), "error", ""]
+    text = f"{conditions(where, 'torch', 'bitsandbytes')}\n\n{table(header, rows)}"
+    if options.out:
+        write_figures(options.out, text, script="plan_accuracy.py")
+
+
+def run(case: Case, device: torch.device) -> tuple[int, dict[str, int], float]:
+    """Return the predicted peak, the measured ones, and the seconds that the plan took."""
+    recipe = import_recipe(find_recipe(case.recipe))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shape = SHAPES[case.shape]
+        with torch.device("meta"):
+            config = shape.build().config | {"num_hidden_layers": shape.layers}
+        (folder / "config.json").write_text(json.dumps(config))
+        words = [
+            f"checkpoint_dir={folder}",
+            "dataset=chats.jsonl",
+            f"batch_size={shape.rows}",
+            f"tokenizer.max_seq_len={shape.tokens}",
+            *case.words.split(),
+        ]
+        cfg = load(find_recipe(case.recipe), None, words).instance(recipe.Config)
+        recipe.validate(cfg)
+        first = shape.tokens * 2 // 3
+        lengths = ((first, shape.tokens - first),) * shape.rows
+        work = Work(shape.rows, shape.tokens, lengths, shape.rows * (shape.tokens - 2))
+        start = time.perf_counter()
+        planned = simulate(recipe, cfg, kind=device.type, work=work, folder=folder)
+        seconds = time.perf_counter() - start
+        steps = (planned.first, planned.later[-1])
+        if device.type == "cuda":
+            predicted = max(step.device.num_bytes for step in steps)
+        else:
+            predicted = max(planned.first.together, int(planned.at(lambda step: step.together)))
+        with peaks(device) as measured:
+            train(recipe, cfg, work, device, folder)
+    return predicted, measured, seconds
+
+
+def train(recipe: ModuleType, cfg: Any, work: Work, device: torch.device, folder: Path) -> None:
+    """Step random weights by the functions of the recipe, as its `main` calls them."""
+    offered: dict[str, Any] = {"cfg": cfg, "device": device, "output_dir": folder / "run"}
+    offered["output_dir"].mkdir()
+    dtype = DTYPES[cfg.dtype]
+    model = offered["model"] = call(recipe.setup_model, offered, folder=folder, dtype=dtype)
+    host = offered["host"] = call(recipe.setup_host, offered)
+    fill(model, device, host.weights)
+    stepper = offered["stepper"] = call(recipe.setup_optimizer, offered)
+    offered["loss_fn"] = cfg.loss.build(soft_cap=model.logit_soft_cap)
+    autocast = torch.autocast(
+        device.type, torch.bfloat16, enabled=getattr(cfg, "autocast", False), cache_enabled=False
+    )
+    random = np.random.default_rng(0)
+    vocab = len(model.output_weight)
+    with closing(stepper), autocast:
+        for _ in range(STEPS):
+            group = [batch(work, vocab, random) for _ in range(cfg.gradient_accumulation_steps)]
+            call(recipe.train_step, offered, group=group)
+
+
+def fill(model: Decoder, device: torch.device, on_host: Any) -> None:
+    """Give each parameter random numbers, small enough that a step is finite."""
+    for parameter in model.parameters():
+        place = "cpu" if on_host is not None and parameter in on_host else device
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=place)
+        tensor.fill_(1.0) if tensor.dim() == 1 else tensor.normal_(std=0.02)
+        filled = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, filled)
+
+
+def batch(work: Work, vocab: int, random: np.random.Generator) -> Batch:
+    rows = [
+        [(random.integers(vocab, size=n), np.ones(n, np.uint8)) for n in lengths]
+        for lengths in work.segments
+    ]
+    return collate(rows, row_length=work.tokens, max_segments=max(map(len, work.segments)))
+
+
+@contextmanager
+def peaks(device: torch.device) -> Iterator[dict[str, int]]:
+    """Yield what holds the allocator's peaks in bytes after the end."""
+    found: dict[str, int] = {}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield found
+        found["allocated"] = torch.cuda.max_memory_allocated(device) - before
+        found["reserved"] = torch.cuda.max_memory_reserved(device)
+        return
+    with workers_in_line(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        yield found
+    assert prof.profiler is not None
+    assert prof.profiler.kineto_results is not None
+    events: list[Any] = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    found["allocated"] = max(accumulate((event.nbytes() for event in events), initial=0))
+
+
+@contextmanager
+def workers_in_line() -> Iterator[None]:
+    """Let the main thread do what threads do: the profiler does not see what they allocate."""
+
+    def submit(self: Worker, work: Any, *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args))
+        return done
+
+    before, Worker.submit = Worker.submit, submit
+    try:
+        yield
+    finally:
+        Worker.submit = before
+
+
+if __name__ == "__main__":
+    main()

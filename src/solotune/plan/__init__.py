@@ -1,0 +1,6 @@
+"""What a run needs before it starts, and which configuration fits."""
+
+from solotune.plan.simulate import Simulated as Simulated
+from solotune.plan.simulate import Work as Work
+from solotune.plan.simulate import simulate as simulate
+from solotune.plan.watch import Step as Step

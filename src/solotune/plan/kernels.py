@@ -1,0 +1,80 @@
+"""What kernels do inside: operations counted, and memory held that no operator returns.
+
+Shapes: T tokens of a batch, H heads, G key/value heads, K head width, N numbers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+Pairs = float  # of query and key that attention computes in one head
+
+
+def flops(func: Any, inputs: Sequence[Tensor], pairs: Pairs) -> int:
+    """Return the floating-point operations of matrix products and attention; of others 0."""
+    count = _FLOPS.get(func)
+    return count(inputs, pairs) if count else 0
+
+
+def _product(inputs: Sequence[Tensor], _: Pairs) -> int:
+    left, right = inputs[-2:]  # a bias stands before them
+    return 2 * left.numel() * right.size(-1)
+
+
+def _product_out(inputs: Sequence[Tensor], _: Pairs) -> int:
+    left, right = inputs[:2]
+    return 2 * left.numel() * right.size(-1)
+
+
+def _attention(inputs: Sequence[Tensor], pairs: Pairs) -> int:
+    return int(4 * pairs * math.prod(inputs[0].shape[-2:]))
+
+
+def _attention_backward(inputs: Sequence[Tensor], pairs: Pairs) -> int:
+    return int(10 * pairs * math.prod(inputs[0].shape[-2:]))
+
+
+_FLOPS: dict[Any, Callable[[Sequence[Tensor], Pairs], int]] = {
+    _aten.mm.default: _product,
+    _aten.mm.out: _product_out,
+    _aten.addmm.default: _product,
+    _aten.bmm.default: _product,
+    _aten.baddbmm.default: _product,
+    _aten._flash_attention_forward.default: _attention,
+    _aten._flash_attention_backward.default: _attention_backward,
+}
+
+
+def held_inside(func: Any, inputs: Sequence[Tensor], kind: str) -> int:
+    """Return the bytes that an operator takes and gives back before it returns."""
+    held = _HELD.get((kind, func))
+    return held(inputs) if held else 0
+
+
+def _flash_backward(inputs: Sequence[Tensor]) -> int:
+    """The gradient of queries in fp32, row sums, and with grouped heads dk and dv of each head.
+
+    Source: PyTorch's flash_attn/flash_api.cpp, mha_varlen_bwd.
+    """
+    query_THK, key_TGK, bounds = inputs[1], inputs[2], inputs[6]
+    tokens, heads, width = query_THK.shape
+    rows = tokens + 128 * (bounds.numel() - 1)
+    rounded = -(-width // 32) * 32
+    held = 4 * rows * heads * (rounded + 1)
+    if key_TGK.size(1) != heads:
+        held += 2 * tokens * heads * width * query_THK.element_size()
+    return held
+
+
+def _sorted(inputs: Sequence[Tensor]) -> int:
+    return 4 * inputs[0].nbytes
+
+
+_HELD: dict[tuple[str, Any], Callable[[Sequence[Tensor]], int]] = {
+    ("cuda", _aten._flash_attention_backward.default): _flash_backward,
+    ("cuda", _aten.sort.stable): _sorted,
+}

@@ -1,0 +1,190 @@
+"""A recipe's own optimizer step, run on tensors that have no memory.
+
+The recipe's setup functions and its `train_step` are called as its `main` calls them, with fake CPU
+tensors that stand for those of a card (or of a CPU). Every block of the model runs. What is
+shortened: an optimizer that goes from parameter to parameter steps each shape once, and of many
+micro-batches three run, since a fourth adds what the third has added.
+
+Shapes: B rows of a micro-batch, S tokens a row, M segments a row.
+"""
+
+import inspect
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from solotune.data import Batch
+from solotune.device_kind import standing_for
+from solotune.memory.stepping import Stepper
+from solotune.memory.tracker import replaced, state_parts
+from solotune.models import Decoder
+from solotune.plan.repeats import Repeats
+from solotune.plan.watch import Step, StepWatch
+from solotune.training import autocast_to_bf16
+from solotune.training.precision import DTYPES
+
+_MOST_SIMULATED = 3  # micro-batches of one step
+
+
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch: `rows` of `tokens`, the `lengths` of each row's segments, rows with a target.
+
+    By default a row is one segment, which needs most memory, and each position has a target.
+    """
+
+    rows: int
+    tokens: int
+    lengths: tuple[tuple[int, ...], ...] = ()
+    targets: int | None = None
+
+    @property
+    def segments(self) -> tuple[tuple[int, ...], ...]:
+        return self.lengths or ((self.tokens,),) * self.rows
+
+    @property
+    def num_targets(self) -> int:
+        return self.rows * self.tokens if self.targets is None else self.targets
+
+    @property
+    def pairs(self) -> float:
+        """How many (query, key) causal attention computes in one head."""
+        return sum(length * (length + 1) / 2 for row in self.segments for length in row)
+
+    def batch(self, fake: FakeTensorMode) -> Batch:
+        """Return fake tensors of this shape; lengths are real, since the code for a CPU reads them.
+
+        They have the slots for one more segment than there are, as a loader's may.
+        """
+        most = max(map(len, self.segments))
+        lengths = [[*row, *[0] * (most - len(row))] for row in self.segments]
+        segments_BM = torch.tensor(lengths, dtype=torch.int32)
+        with fake:
+            tokens_BS, labels_BS, positions_BS = (
+                torch.empty(self.rows, self.tokens, dtype=torch.int64) for _ in range(3)
+            )
+            target_rows_T = torch.empty(self.num_targets, dtype=torch.int64)
+        return Batch(
+            tokens_BS=tokens_BS,
+            labels_BS=labels_BS,
+            positions_BS=positions_BS,
+            segments_BM=segments_BM,
+            target_rows_T=target_rows_T,
+            host_segments_BM=segments_BM,
+            num_tokens=sum(map(sum, self.segments)),
+            num_targets=self.num_targets,
+        )
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What the steps of a run need, seen on some of them."""
+
+    kind: str  # of the device
+    work: Work
+    micro_batches: int  # of a step of the run
+    first: Step  # makes the optimizer's state
+    later: tuple[Step, ...]  # with the run's micro-batches, or with two and with three of them
+    parameters: int
+    trained: int  # of them
+    weight_bytes: int
+    state_bytes: int  # of the optimizer, wherever it lives
+
+    def at(self, value: Callable[[Step], float]) -> float:
+        """Return a value of a later step of the run; beyond three micro-batches it is a line."""
+        last = self.later[-1]
+        beyond = self.micro_batches - last.micro_batches
+        slope = value(last) - value(self.later[-2]) if beyond else 0
+        return value(last) + beyond * slope
+
+    @property
+    def highest(self) -> Step:
+        """The simulated step with the higher peak: that of the first, or a later one."""
+        return max((self.first, self.later[-1]), key=lambda step: step.device.num_bytes)
+
+
+def simulate(recipe: ModuleType, cfg: Any, *, kind: str, work: Work, folder: Path) -> Simulated:
+    """Return what a recipe's steps need under a config, on a device of `kind`: cuda or cpu.
+
+    `folder` is the model folder, of which config.json alone is read.
+    """
+    count = cfg.gradient_accumulation_steps
+    with standing_for(kind), tempfile.TemporaryDirectory() as output_dir:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        device = torch.device("cpu")
+        offered: dict[str, Any] = {"cfg": cfg, "device": device, "output_dir": Path(output_dir)}
+        dtype = DTYPES[cfg.dtype]
+        model = offered["model"] = call(recipe.setup_model, offered, folder=folder, dtype=dtype)
+        with fake:
+            _fill(model)
+            host = offered["host"] = call(recipe.setup_host, offered)
+        stepper = offered["stepper"] = call(recipe.setup_optimizer, offered)
+        _as_on(kind, stepper)
+        _warm_up(cfg)
+        loss_fn = offered["loss_fn"] = cfg.loss.build(soft_cap=model.logit_soft_cap)
+        watched = {"loss_fn": loss_fn, "stepper": stepper, "host": host}
+        watch = StepWatch(model, **watched, kind=kind, pairs=work.pairs, fake=fake)
+        repeats = Repeats(watch, stepper.optimizer)
+        autocast = autocast_to_bf16(device, dtype=dtype, enabled=getattr(cfg, "autocast", False))
+        sizes = [1, *({1} if count == 1 else {2, min(count, _MOST_SIMULATED)})]
+        groups = [[work.batch(fake) for _ in range(size)] for size in sizes]
+        with closing(stepper), fake, watch, replaced(stepper, "_step_only", repeats.step):
+            for group in groups:
+                with watch.step(len(group)), autocast:
+                    call(recipe.train_step, offered, group=group)
+        steps = watch.steps()
+        state = [part for p in stepper.optimizer.state for part, _ in state_parts(stepper, p)]
+        return Simulated(
+            kind=kind,
+            work=work,
+            micro_batches=count,
+            first=steps[0],
+            later=tuple(steps[1:]),
+            parameters=sum(p.numel() for p in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            weight_bytes=sum(p.nbytes for p in model.parameters()),
+            state_bytes=sum(part.nbytes for part in state),
+        )
+
+
+def call(function: Callable[..., Any], offered: dict[str, Any], **more: Any) -> Any:
+    """Call a recipe's function with what it has parameters for."""
+    values = offered | more
+    return function(**{name: values[name] for name in inspect.signature(function).parameters})
+
+
+def _fill(model: Decoder) -> None:
+    """Put memory that is fake behind parameters and buffers on meta."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in filled:  # two modules may share one
+                tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+                filled[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, filled[parameter])
+
+
+def _as_on(kind: str, stepper: Stepper) -> None:
+    """Choose what torch's optimizers choose by the device of real tensors."""
+    for group in stepper.optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = kind == "cuda"
+
+
+def _warm_up(cfg: Any) -> None:
+    """Step a small matrix that is real: some optimizers make tables at their first step, and keep
+    them, which must hold numbers."""
+    weight = nn.Parameter(torch.zeros(64, 64, dtype=DTYPES[cfg.dtype]))
+    weight.grad = torch.zeros_like(weight)
+    with torch.compiler.set_stance("force_eager"):
+        Stepper(cfg.optimizer.build([weight])).step([weight])
