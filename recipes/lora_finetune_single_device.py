@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from solotune.adapters import LoRA, adapter_lines, check_no_new_tokens, quantize_linears
+from solotune.adapters import adapter_lines, check_no_new_tokens, quantize_linears
 from solotune.checkpoint import Checkpointer, add_adapter, resume_lines, stored_four_bit
 from solotune.config import Component, origin, resolved_yaml, run_recipe
 from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
@@ -154,18 +154,18 @@ def layer_major(cfg: Config) -> bool:
     return is_layer_major(memory_keys(cfg))
 
 
-def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> tuple[Decoder, LoRA]:
-    """Build on meta, where nothing has memory yet, and set the memory features and the adapter."""
+def setup_model(cfg: Config, folder: Path, dtype: torch.dtype) -> Decoder:
+    """Build on meta, where nothing has memory yet, and set the memory features."""
     with torch.device("meta"):
         model = cfg.model.build(checkpoint_dir=folder)
     set_dtype(model, dtype)  # [mem] weights  [num] one-dimensional parameters stay fp32
     quantize_linears(model, cfg.quantize_base, stored=stored_four_bit(folder))  # [mem] [num]
-    adapter = add_adapter(model, cfg.adapter.build())  # [mem] only it has gradients and state
+    add_adapter(model, cfg.adapter.build())  # [mem] gradients, optimizer state: the adapter's
     if cfg.enable_activation_checkpointing and not layer_major(cfg):  # which recomputes by itself
         checkpoint_blocks(model, option=cfg.ac_option)  # [mem] activations: recompute the rest
     if cfg.compile:
         compile_blocks(model)  # [mem] temporaries; the recomputation is inside the compiled block
-    return model.train(), adapter
+    return model.train()
 
 
 def setup_host(cfg: Config, model: Decoder, device: torch.device, output_dir: Path) -> HostMemory:
@@ -290,7 +290,7 @@ def main(cfg: Config) -> int:
     checkpoint = Checkpointer(cfg.checkpoint_dir, output_dir, keep_last=cfg.keep_last_n_checkpoints)
     resumed_from = checkpoint.find_resume(resume)
 
-    model, adapter = setup_model(cfg, checkpoint.checkpoint_dir, dtype)
+    model = setup_model(cfg, checkpoint.checkpoint_dir, dtype)
     tokenizer = cfg.tokenizer.build(checkpoint_dir=checkpoint.checkpoint_dir)
     loader, loader_val, data_facts = setup_data(cfg, tokenizer, model)
     accumulation = cfg.gradient_accumulation_steps
@@ -304,7 +304,7 @@ def main(cfg: Config) -> int:
 
     host = setup_host(cfg, model, device, output_dir)
     loaded = checkpoint.load_weights(model, device=device, on_host=host.weights)  # [mem] weights
-    checkpoint.fill_adapter(model, adapter, seed=cfg.seed, resume=resumed_from)  # [mem] weights
+    lora = checkpoint.fill_adapter(model, cfg.adapter.build(), seed=cfg.seed, resume=resumed_from)
     stepper = setup_optimizer(cfg, model, host, output_dir)
     optimizer = stepper.optimizer
     data = f"{loader.fingerprint()} x{accumulation}"
@@ -332,7 +332,7 @@ def main(cfg: Config) -> int:
         *resume_lines(resume, resumed_from, device),
         *loaded.lines(),
         *parameter_lines(model),
-        *adapter_lines(model, adapter, of=loaded.num_parameters),
+        *adapter_lines(model, lora, of=loaded.num_parameters),
         *data_facts,
         *step_lines(loader, accumulation, cfg.epochs, steps_per_epoch, progress.step),
     )
@@ -351,7 +351,7 @@ def main(cfg: Config) -> int:
             host.settle()
             check_weights(progress.step, model)
             kept = {"model": model, "optimizer": optimizer, "dtype": dtype, "tokenizer": tokenizer}
-            kept |= {"adapter": adapter, "progress": progress.to_dict()}
+            kept |= {"adapter": lora, "progress": progress.to_dict()}
             folder = checkpoint.save(progress.step, best=best, **kept)
         log.facts(f"step {progress.step}: saved {folder}{' (best)' if best else ''}")
 

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from solotune.adapters import initialize
+from solotune.adapters import adapter_parameters, initialize
 from solotune.checkpoint import inject_stored, load_weights
-from solotune.checkpoint.adapter import adapter_sources
 from solotune.checkpoint.adapter_config import is_adapter_folder
 from solotune.checkpoint.stored_adapter import read_adapter
 from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
@@ -144,8 +143,10 @@ def first_weights(start: Path, *, of: Path) -> dict[str, Tensor]:
     inject_stored(model, stored, dtype=next(iter(weights(of).values())).dtype)
     load_weights(model, start, device="cpu")
     initialize(model, seed=42)
-    sources = adapter_sources(model, multimodal=False)
-    return {source.name: source.get().detach() for source in sources}
+    return {
+        f"base_model.model.{model.to_hf_key(name)}": parameter.detach()
+        for name, parameter in adapter_parameters(model).items()
+    }
 
 
 def differing(first: Path, second: Path) -> list[str]:

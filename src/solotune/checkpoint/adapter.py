@@ -38,14 +38,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MULTIMODAL = "model.language_model."  # where a multimodal model has its text tower's layers
 
 
-def add_adapter(model: Decoder, adapter: LoRA) -> LoRA:
-    """Freeze the model and inject the adapter, on meta; return the settings that it really has.
+def adapter_settings(adapter: LoRA) -> LoRA:
+    """Return the settings that the adapter of a run really has.
 
     With `source`, rank, alpha, layers and kind are those of the adapter there. Raises ConfigError
     where a setting says otherwise: it would have no effect.
     """
     if adapter.source is None:
-        inject(model, adapter)
         return adapter
     stored = read_adapter(model_folder(adapter.source, key="adapter.source"))
     found, defaults = stored.settings(like=adapter), LoRA()
@@ -56,6 +55,21 @@ def add_adapter(model: Decoder, adapter: LoRA) -> LoRA:
                 f"adapter.{key}={asked} has no effect beside adapter.source, whose adapter has "
                 f"{_short(there)}: leave it out"
             )
+    return found
+
+
+def add_adapter(model: Decoder, adapter: LoRA) -> LoRA:
+    """Freeze the model and inject the adapter, on meta; return the settings that it really has."""
+    found = adapter_settings(adapter)
+    if adapter.source is None:
+        inject(model, adapter)
+        return found
+    stored = read_adapter(model_folder(adapter.source, key="adapter.source"))
+    if found.dora and found.dropout and HEAD in stored.layers:
+        raise ConfigError(
+            "adapter.dropout with DoRA cannot adapt lm_head, which the adapter in adapter.source "
+            "does: set adapter.dropout=0"
+        )
     inject_stored(model, stored, dtype=DTYPES[adapter.dtype], dropout=adapter.dropout)
     return found
 

@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 
 from solotune.adapters import LoRA, initialize
 from solotune.checkpoint import training_state
-from solotune.checkpoint.adapter import adapter_sources, is_multimodal, load_adapter, write_adapter
+from solotune.checkpoint.adapter import (
+    adapter_settings,
+    adapter_sources,
+    is_multimodal,
+    load_adapter,
+    write_adapter,
+)
 from solotune.checkpoint.base_model import base_name, fingerprint
 from solotune.checkpoint.folders import (
     clean_up,
@@ -85,19 +91,20 @@ class Checkpointer:
 
     def fill_adapter(
         self, model: Decoder, adapter: LoRA, *, seed: int, resume: Path | None = None
-    ) -> None:
+    ) -> LoRA:
         """Give an adapter its values: of the step folder `resume`, of its source, or first ones.
 
-        The base weights must be loaded. Raises CheckpointError where the values were trained over
-        another base.
+        Returns the settings that it really has. The base weights must be loaded. Raises
+        CheckpointError where the values were trained over another base.
         """
         source = resume or (None if adapter.source is None else Path(adapter.source))
         if source is None:
             initialize(model, seed)
-            return
+            return adapter
         stored = read_adapter(model_folder(source, key="adapter.source"))
         check_base(stored, self.checkpoint_dir, found=self._base_fingerprint, exact=bool(resume))
         load_adapter(model, stored)
+        return adapter_settings(adapter)
 
     def find_resume(self, resume_from_checkpoint: bool | str | Path | None) -> Path | None:
         """Return the step folder to go on from: the newest of `output_dir` for True, or as named.
