@@ -2,8 +2,9 @@
 
 Saves:    the logits: V * (bytes of the dtype + 4) bytes a target, for all targets but one chunk's.
           Only target rows are projected.
-Costs:    the head's gradient in fp32 (4 V D bytes) where there is more than one chunk; with a soft
-          cap, another 4 bytes a logit of the chunk.
+Costs:    the head's gradient in fp32 (4 V D bytes) where there is more than one chunk, and with
+          several micro-batches from the first to the last; with a soft cap, another 4 bytes a
+          logit of the chunk.
 Excludes: a second backward through the same loss.
 Label:    reordered. Figures: docs/linear_cross_entropy.md
 
@@ -91,7 +92,8 @@ class LinearCrossEntropy(nn.Module):
         `output` is the output layer: its weight (V, D), unless it is adapted.
 
         `num_targets` counts the targets of the whole optimizer step, so the losses of its
-        micro-batches add up to the mean, and their gradients to its gradient.
+        micro-batches add up to the mean, and their gradients to its gradient. Where it is not the
+        batch's own count, the weight's `grad` is summed in fp32, to be rounded when it is complete.
         """
         rows_T = batch.target_rows_T
         hidden_TD = hidden_BSD.flatten(0, 1).index_select(0, rows_T)
@@ -105,9 +107,13 @@ class LinearCrossEntropy(nn.Module):
             factors = [low_TR, output.up_VR.to(low_TR.dtype), output.scale_V]
         weight_VD = output.weight_VD if isinstance(output, AdaptedOutput) else output
         inputs = [hidden_TD, weight_VD, *factors]
+        sum_dtype = weight_VD.dtype
+        if len(rows_T) != num_targets and weight_VD.is_leaf and weight_VD.requires_grad:
+            # One of several micro-batches: autograd would round each share, and their sum.
+            sum_dtype, weight_VD.grad_dtype = torch.float32, None
         if not torch.is_grad_enabled():  # needs_input_grad does not know it
             inputs = [None if each is None else each.detach() for each in inputs]
-        return _LinearCrossEntropy.apply(*inputs, labels_T, max(num_targets, 1), self)
+        return _LinearCrossEntropy.apply(*inputs, labels_T, max(num_targets, 1), sum_dtype, self)
 
     def chunk_rows(self, vocab: int) -> int:
         return self.chunk_tokens or max(1, _DEFAULT_CHUNK_BYTES // (4 * vocab))
@@ -135,6 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale_V,
         labels_T,
         num_targets,
+        sum_dtype: torch.dtype,
         loss: LinearCrossEntropy,
     ):
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
@@ -142,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         extras = loss.extras if wants_any else _NONE
         added = None if low_TR is None else LowRankLogits(low_TR, up_VR, scale_V)
         rows, vocab = len(hidden_TD), len(weight_VD)
-        trained_VD, weight_VD = weight_VD, weight_VD.to(hidden_TD.dtype)
+        weight_VD = weight_VD.to(hidden_TD.dtype)
         chunk_rows = loss.chunk_rows(vocab)
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         dhidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
@@ -163,9 +170,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_weight:
                 dweight_VD = _accumulate(dweight_VD, logits_NV, hidden_ND, rows > chunk_rows)
         if wants_weight and dweight_VD is None:  # a batch without a target
-            dweight_VD = torch.zeros_like(trained_VD)
+            dweight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype)
         if dweight_VD is not None:
-            dweight_VD = dweight_VD.to(trained_VD.dtype)
+            dweight_VD = dweight_VD.to(sum_dtype)
         ctx.gradients = dhidden_TD, dweight_VD, *(added.gradients() if added else (None,) * 3)
         return total / num_targets
 
@@ -178,7 +185,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in gradients:
             if gradient is not None:
                 gradient.mul_(grad)  # to skip it at 1 would read the device
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _to_gradient_(

@@ -83,6 +83,7 @@ def layer_major_step(
         loss.backward()
         mean_loss += loss.detach()
         hidden[index] = x_BSD.grad if x_BSD.grad is not None else torch.zeros_like(x_BSD)
+    model.round_head_gradient()
     loss_value = math.nan
     if gradients is None:
         (loss_value,) = host.read(mean_loss)

@@ -149,9 +149,19 @@ class Decoder(nn.Module):
         """
         return self.embed_tokens(tokens_BS)
 
+    def round_head_gradient(self) -> None:
+        """Give the head's gradient, which micro-batches sum in fp32, the dtype of its weight."""
+        weight = self.output_weight
+        if weight.grad is not None and weight.grad.dtype != weight.dtype:
+            weight.grad = weight.grad.to(weight.dtype)
+
     @torch.no_grad()
     def add_embedding_gradient(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Add the lookup's gradient, given (tokens_BS, x_grad_BSD) of each micro-batch in order."""
+        """Add the lookup's gradient, given (tokens_BS, x_grad_BSD) of each micro-batch in order.
+
+        The head's gradient is complete before, and rounded.
+        """
+        self.round_head_gradient()
         if not self.trains_embedding:
             return
         for tokens_BS, grad_BSD in pairs:
