@@ -12,7 +12,7 @@ from solotune.errors import ConfigError
 from solotune.optim import AdamWKahan, LionKahan
 from solotune.optim.compensated import Residual
 from solotune.optim.moments import BLOCK, StateDtype, new_moment, read_moment, write_moment_
-from solotune.optim.noise import Noise
+from solotune.optim.noise import Noise, noise_keys
 from solotune.optim.rounding import join, split_
 
 ROWS, COLUMNS = 64, 300  # whose last block of 256 is not full
@@ -60,6 +60,12 @@ def master(optimizer: Any, parameter: Tensor) -> Tensor:
     remainder = optimizer.state[parameter].get("remainder")
     flat = None if remainder is None else remainder.view(-1)
     return join(parameter.detach().view(-1), flat).view(parameter.shape)
+
+
+def noise_of(like: Tensor, *, seed: int) -> Noise:
+    """Return the noise of the first step of a parameter that is one piece."""
+    (key,) = noise_keys(CPU, seed=seed, step=1, parameter=0, starts=[0]).unbind()
+    return Noise(like.shape, key)
 
 
 def train(optimizer: type, steps: int, **settings: Any) -> tuple[Any, Tensor]:
@@ -188,7 +194,7 @@ def test_rounding_at_random_keeps_the_mean() -> None:
         for seed in range(rounds):
             weight = torch.zeros(256, dtype=torch.bfloat16)
             remainder = torch.zeros(256, dtype=torch.int8) if kind == "int8" else None
-            noise = Noise(CPU, seed=seed, step=1, parameter=0)
+            noise = noise_of(exact, seed=seed)
             split_(exact.clone(), weight, remainder, noise)
             found.append(join(weight, remainder).double())
         check_mean(torch.stack(found), exact)
@@ -198,9 +204,9 @@ def test_rounding_at_random_keeps_the_mean() -> None:
         found = []
         for seed in range(rounds):
             kept = new_moment("m", value, dtype, signed=name == "signed")
-            noise = Noise(CPU, seed=seed, step=1, parameter=0)
-            write_moment_(kept["m"], kept.get("m_scale"), value.clone(), noise)
-            found.append(read_moment(kept["m"], kept.get("m_scale")).double())
+            moment, scale, block = kept["m"].view(1, -1), kept.get("m_scale"), value.view(1, -1)
+            write_moment_(moment, scale, block.clone(), noise_of(block, seed=seed))
+            found.append(read_moment(moment, scale)[0].double())
         told = value > value.max() * (1 / 255) ** 6 if name == "unsigned" else slice(None)
         check_mean(torch.stack(found)[:, told], value[told])
 
@@ -219,8 +225,9 @@ def check_mean(found_RN: Tensor, exact_N: Tensor) -> None:
 def test_a_second_moment_is_never_rounded_to_zero() -> None:
     value = torch.logspace(-30, 0, BLOCK)
     kept = new_moment("v", value, "int8", signed=False)
-    write_moment_(kept["v"], kept["v_scale"], value, Noise(CPU, seed=0, step=1, parameter=0))
-    assert (read_moment(kept["v"], kept["v_scale"]) > 0).all()
+    block = value.view(1, -1)
+    write_moment_(kept["v"].view(1, -1), kept["v_scale"], block.clone(), noise_of(block, seed=0))
+    assert (read_moment(kept["v"].view(1, -1), kept["v_scale"]) > 0).all()
 
 
 @pytest.mark.parametrize("settings", [{"residual": "bf16"}, {"state_dtype": "fp16"}, {"seed": -1}])

@@ -8,10 +8,9 @@ Bytes a bf16 parameter, beside weight and gradient:
 Source: AdamW (1711.05101); compensated updates and stochastic rounding in bf16 (2010.06192).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from solotune.optim.compensated import Compensated, Residual
@@ -41,6 +40,7 @@ class AdamWKahan(Compensated):
         state_dtype: StateDtype = "fp32",
         dither: bool = True,
         seed: int = 0,
+        compile: bool | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -54,22 +54,24 @@ class AdamWKahan(Compensated):
                 "dither": dither,
                 "seed": seed,
             },
+            compile=compile,
         )
 
+    @staticmethod
+    def numbers(step: int, group: dict[str, Any]) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        corrections = 1 / (1 - beta1**step), 1 / (1 - beta2**step)
+        rates = group["eps"], group["weight_decay"], -group["lr"]
+        return (beta1, 1 - beta1, beta2, 1 - beta2, *corrections, *rates)
+
+    @staticmethod
     def update_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        moments: list[Tensor],
-        *,
-        step: int,
-        group: dict[str, Any],
+        master: Tensor, grad: Tensor, moments: Sequence[Tensor], numbers: Sequence[Tensor]
     ) -> None:
         exp_avg, exp_avg_sq = moments
-        beta1, beta2 = group["betas"]
-        exp_avg.lerp_(grad, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        update = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        torch.div(exp_avg, update, out=update)
-        update.div_(1 - beta1**step).add_(master, alpha=group["weight_decay"]).mul_(-group["lr"])
-        master.add_(update)
+        beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, minus_lr = numbers
+        exp_avg.mul_(beta1).add_(grad * rest1)
+        exp_avg_sq.mul_(beta2).add_((grad * grad).mul_(rest2))
+        root = (exp_avg_sq * correction2).sqrt_().add_(eps)
+        update = (exp_avg * correction1).div_(root).add_(master * decay)
+        master.add_(update.mul_(minus_lr))

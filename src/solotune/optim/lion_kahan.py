@@ -6,7 +6,7 @@ Bytes a bf16 parameter, beside weight and gradient: `residual` int16 2, int8 1, 
 Source: Lion (2302.06675).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,7 @@ class LionKahan(Compensated):
         state_dtype: StateDtype = "fp32",
         dither: bool = True,
         seed: int = 0,
+        compile: bool | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -46,19 +47,20 @@ class LionKahan(Compensated):
                 "dither": dither,
                 "seed": seed,
             },
+            compile=compile,
         )
 
+    @staticmethod
+    def numbers(step: int, group: dict[str, Any]) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return beta1, 1 - beta1, beta2, 1 - beta2, group["weight_decay"], -group["lr"]
+
+    @staticmethod
     def update_(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        moments: list[Tensor],
-        *,
-        step: int,
-        group: dict[str, Any],
+        master: Tensor, grad: Tensor, moments: Sequence[Tensor], numbers: Sequence[Tensor]
     ) -> None:
         (exp_avg,) = moments
-        beta1, beta2 = group["betas"]
-        update = exp_avg.lerp(grad, 1 - beta1).sign_()
-        exp_avg.lerp_(grad, 1 - beta2)
-        master.add_(update.add_(master, alpha=group["weight_decay"]), alpha=-group["lr"])
+        beta1, rest1, beta2, rest2, decay, minus_lr = numbers
+        update = (exp_avg * beta1).add_(grad * rest1).sign_()
+        exp_avg.mul_(beta2).add_(grad * rest2)
+        master.add_(update.add_(master * decay).mul_(minus_lr))

@@ -31,49 +31,62 @@ def new_moment(
 
 
 def read_moment(moment: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a flat moment in fp32: itself where it is kept so, else a copy."""
+    """Return a moment in fp32: itself where it is kept so, else a copy.
+
+    With a `scale`, of shape (rows, numbers of a block), one scale a row.
+    """
     if scale is None:
         return moment.float()
-    top, power = _shape(moment)
-    value = moment.float().div_(top).pow_(power)
-    return _blocks(value).mul_(scale.unsqueeze(1)).flatten()[: moment.numel()]
+    return _raise(moment.float().mul_(1 / _top(moment)), moment).mul_(scale.unsqueeze(1))
 
 
 def write_moment_(moment: Tensor, scale: Tensor | None, value: Tensor, noise: Noise | None) -> None:
-    """Keep `value`, fp32 and flat; it may be overwritten."""
-    if moment.dtype == torch.float32:
-        if value is not moment:
-            moment.copy_(value)
+    """Keep `value`, what `read_moment` returned; it may be overwritten."""
+    if moment.dtype == torch.float32:  # the value is the moment
         return
     assert noise is not None
     if scale is None:
         bits = value.view(torch.int32)
-        bits.add_(noise.bytes_like(value, each=2)).add_(2**15).bitwise_right_shift_(16)
-        moment.view(torch.int16).copy_(bits)
+        moment.copy_(bits.add_(noise.bits(16)).bitwise_and_(-(2**16)).view(torch.float32))
         return
-    top, power = _shape(moment)
-    blocks = _blocks(value)
-    torch.amax(blocks.abs(), 1, out=scale)
-    share = blocks.abs().div_(scale.clamp(min=1e-38).unsqueeze(1)).flatten()[: value.numel()]
-    below = share.pow(1 / power).mul_(top).floor_().clamp_(max=top - 1)
+    top = _top(moment)
+    size = value.abs()
+    largest = size.amax(1)
+    scale.copy_(largest)
+    share = size.div_(largest.clamp(min=1e-38).unsqueeze(1))
+    root = _cube_root(share)
+    root = root if moment.dtype == torch.int8 else root.sqrt_()
+    below = root.mul_(top).floor_().clamp_(max=top - 1)
     # Up or down by the distance in `value` itself, so that its mean is kept.
-    low, high = (below / top).pow_(power), ((below + 1) / top).pow_(power)
-    chance = share.sub_(low).div_(high.sub_(low))
-    code = below.add_(chance > noise.bytes_like(value).float().add_(0.5).div_(256))
+    low, high = _raise(below * (1 / top), moment), _raise((below + 1).mul_(1 / top), moment)
+    chance = share.sub_(low).div_(high.sub_(low)).clamp_(0, 1)
+    luck = noise.bits(8).float().add_(0.5).mul_(1 / 256)
+    code = below.add_(chance).add_(luck).floor_()
     if moment.dtype == torch.int8:
-        moment.copy_(code.copysign_(value))
+        sign = value.view(torch.int32).bitwise_and_(-(2**31))
+        moment.copy_(code.view(torch.int32).bitwise_or_(sign).view(torch.float32))
     else:  # a second moment of 0 would make its update as large as 1 / eps
-        moment.copy_(torch.maximum(code, (value > 0).float()))
+        moment.copy_(torch.maximum(code, value.clamp_(max=1).ceil_()))
 
 
-def _shape(moment: Tensor) -> tuple[int, int]:
-    """Return the largest code and the power that codes are raised to."""
-    return (127, 3) if moment.dtype == torch.int8 else (255, 6)
+def _top(moment: Tensor) -> int:
+    return 127 if moment.dtype == torch.int8 else 255
 
 
-def _blocks(flat: Tensor) -> Tensor:
-    """Return a flat tensor as blocks, the last one filled up with 0."""
-    missing = -flat.numel() % BLOCK
-    if missing:
-        flat = torch.nn.functional.pad(flat, (0, missing))
-    return flat.view(-1, BLOCK)
+def _raise(share: Tensor, moment: Tensor) -> Tensor:
+    """Return what a code stands for: its cube, or sixth power for a second moment."""
+    cube = share * share * share
+    return cube if moment.dtype == torch.int8 else cube.mul_(cube)
+
+
+def _cube_root(share: Tensor) -> Tensor:
+    """Return cube roots of numbers from 0 to 1, to 5e-5 of themselves: 1e-10 is small enough a 0.
+
+    `pow` would take most of a step. A third of the bits of a number is its root to 4 %, and a step
+    of Halley's method makes that its cube.
+    """
+    x = share.clamp(min=1e-30)
+    bits = x.view(torch.int32).float().mul_(1 / 3).add_(0x2A5137A0)
+    root = bits.to(torch.int32).view(torch.float32)
+    cube = root * root * root
+    return root.mul_((cube + x + x).div_(cube + cube + x))
