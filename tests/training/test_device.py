@@ -1,6 +1,8 @@
 """The device and the dtype that a run gets, and the words for what it cannot get."""
 
+import os
 import random
+import sys
 
 import pytest
 import torch
@@ -14,15 +16,42 @@ from solotune.training import (
     set_dtype,
     set_seed,
 )
+from solotune.training.device import configure_allocator
 from tests.models.tiny import tiny
 
 CPU = torch.device("cpu")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def test_auto_takes_a_device_that_is_there() -> None:
     kind = pick_device("auto").type
     assert kind == ("cuda" if torch.cuda.is_available() else kind)
     assert pick_device("cpu") == CPU
+
+
+@pytest.mark.parametrize(
+    ("version", "platform", "wanted"),
+    [
+        ("2.13.0", "linux", "expandable_segments:True,pinned_max_round_threshold_mb:1"),
+        ("2.13.1", "win32", "pinned_max_round_threshold_mb:1"),
+        ("2.12.0+cu128", "linux", "expandable_segments:True"),
+        ("2.11.0", "win32", None),
+    ],
+)
+def test_the_allocators_settings_are_those_that_torch_knows(
+    version: str, platform: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(sys, "platform", platform)
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    configure_allocator()
+    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None) == wanted
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        configure_allocator()
+        assert {os.environ.get(name) for name in ALLOCATOR} == {"max_split_size_mb:64", None}
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card is there")

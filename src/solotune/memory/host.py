@@ -7,7 +7,7 @@ into other storage, so that what is tested there is a real move.
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from solotune.memory.streams import CpuQueues, CudaQueues, Queues
+from solotune.memory.workers import Worker
 
 
 class ActivationStore(Protocol):
@@ -161,7 +162,7 @@ class Ring:
         self.buffers = [RingBuffer(flat) for flat in flats]
         self._queues = queues
         self._turn = 0
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ring")
+        self._worker = Worker("ring")
 
     def stage(
         self, homes: Sequence[Tensor], views: Callable[[Tensor], Sequence[Tensor]]

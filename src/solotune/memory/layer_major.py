@@ -15,6 +15,7 @@ Shapes: B batch, S tokens, D width.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,8 @@ def layer_major_step(
 
     lowest = _lowest_trained(model)
     downwards = list(model.blocks)[lowest:][::-1]
-    stepping = [] if gradients is None else list(filter(_is_trained, downwards))
-    visit = host.visits([*model.blocks, *downwards, *stepping])
+    returning = [] if gradients is None else [b for b in downwards if _steps_away(b, host)]
+    visit = host.visits([*model.blocks, *downwards, *returning])
 
     # Forward: of each block only its inputs are kept; of frozen ones at the bottom nothing.
     hidden = [model.embed(batch.tokens_BS) for batch in group]
@@ -131,8 +132,8 @@ def layer_major_step(
                 parameter.grad = None
 
         step(head)
-        for block in stepping:
-            with visit(writes=True):
+        for block in downwards:
+            with visit(writes=True) if block in returning else nullcontext():
                 step(block.parameters())
         step(embedding)
     return loss_value, norm_value
@@ -183,6 +184,12 @@ def _lowest_trained(model: Decoder) -> int:
 
 def _is_trained(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
+
+
+def _steps_away(block: nn.Module, host: HostMemory) -> bool:
+    """Whether trained weights of a block must be brought to the device before they step."""
+    away = host.weights or ()
+    return any(p.requires_grad and p in away for p in block.parameters())
 
 
 def _drop_gradients(model: Decoder) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from solotune.adapters.inject import is_adapter
 from solotune.errors import ConfigError
 from solotune.memory.host import HostMemory, RingBuffer
 from solotune.models import Decoder
@@ -196,7 +197,7 @@ def _layout(block: nn.Module) -> _Layout:
 def _is_streamed(name: str, parameter: nn.Parameter) -> bool:
     """Whether a block's weight is large: a matrix, or one in 4 bits, and no adapter's."""
     is_large = parameter.dim() > 1 or not parameter.is_floating_point()
-    return is_large and "lora_" not in name
+    return is_large and not is_adapter(name)
 
 
 def _set_data(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
