@@ -67,6 +67,19 @@ def models(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def bf16_model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The untied model in bf16, with a field in config.json that nobody knows."""
+    folder = tmp_path_factory.mktemp("bf16") / "model"
+    shutil.copytree(models["untied"], folder)
+    tensors = {name: tensor.bfloat16() for name, tensor in weights(folder).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"torch_dtype": "bfloat16", "x_note": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of chats whose answers differ much in length; 12 rows fill 8 packs of 96 tokens."""
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from solotune.checkpoint import load_weights
 from solotune.models import auto
@@ -22,19 +20,6 @@ from .conftest import ROOT, basics, differing, metrics, tune, weights
 
 RECIPE = ROOT / "recipes" / "full_finetune_single_device.py"
 TIMES = ("tokens_per_second", "seconds_per_step", "peak_memory_gib")
-
-
-@pytest.fixture(scope="session")
-def bf16_model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The untied model in bf16, with a field in config.json that nobody knows."""
-    folder = tmp_path_factory.mktemp("bf16") / "model"
-    shutil.copytree(models["untied"], folder)
-    tensors = {name: tensor.bfloat16() for name, tensor in weights(folder).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"torch_dtype": "bfloat16", "x_note": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def run(model: Path, data: Path, output: Path, code: int = 0, **changes: object) -> Path:
@@ -304,59 +289,3 @@ def test_a_second_ctrl_c_ends_the_run_without_saving(
     assert tune("run", RECIPE, *words, "resume_from_checkpoint=True") == 0
     assert "no step is saved yet, starting at the beginning" in capsys.readouterr().out
     assert [row["step"] for row in metrics(output)] == [0, 1, 1, 2, 2, 3, 3]
-
-
-# --- optimizers by name -----------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, dict[str, object]] = {
-    "torch.optim.AdamW": {"optimizer.fused": True, "optimizer.weight_decay": 0.1},
-    "torch.optim.SGD": {"optimizer.momentum": 0.9, "optimizer.lr": 1.0},
-    "torch.optim.Adafactor": {},
-    "bitsandbytes.optim.AdamW8bit": {"optimizer.weight_decay": 0.1},
-    "bitsandbytes.optim.PagedAdamW8bit": {},
-    "bitsandbytes.optim.Lion8bit": {},
-    "solotune.optim.AdamWKahan": {"optimizer.weight_decay": 0.1},
-    "solotune.optim.LionKahan": {"optimizer.residual": "int8", "optimizer.state_dtype": "int8"},
-    "torchao.optim.AdamW8bit": {"optimizer.bf16_stochastic_round": True},
-}
-SLOW = {"torchao.optim.AdamW8bit"}  # compiles
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OPTIMIZERS]
-)
-@pytest.mark.filterwarnings(
-    "ignore:Paged optimizers are not supported on CPU",
-    "ignore::UserWarning:torch._inductor",
-    "ignore::DeprecationWarning",
-)
-def test_an_optimizer_by_name_trains_in_bf16_stops_and_resumes(
-    bf16_model, chats, tmp_path, monkeypatch, name: str
-) -> None:
-    keys = {
-        "dtype": "bf16",
-        "optimizer": name,
-        "optimizer.lr": 1e-2,
-        "clip_grad_norm": 1.0,
-        "max_steps_per_epoch": 2,
-        **OPTIMIZERS[name],
-    }
-    whole = run(bf16_model, chats, tmp_path / "whole", **keys)
-    losses = [row["loss"] for row in metrics(whole)]
-    assert losses[1] < losses[0]
-    moved = differing(bf16_model, whole / "final")
-    assert set(moved) == set(weights(bf16_model)), "every tensor, the norms too"
-
-    with monkeypatch.context() as patch:
-        signal_at(patch, 1, signal.SIGTERM)
-        stopped = run(bf16_model, chats, tmp_path / "stopped", **keys)
-    run(bf16_model, chats, stopped, resume_from_checkpoint=True, **keys)
-    assert differing(whole / "final", stopped / "final") == []
-
-    still = run(
-        bf16_model,
-        chats,
-        tmp_path / "still",
-        **keys | {"optimizer.lr": 0.0, "max_steps_per_epoch": 1},
-    )
-    assert differing(bf16_model, still / "final") == []
