@@ -9,10 +9,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from solotune.device_kind import device_kind
+from solotune.errors import ConfigError
 from solotune.memory.optimizer_state import StateHome
 
 _BLOCK = 256  # numbers that share a scale in bitsandbytes' 8-bit state
 _CPU_PIECE = 2**18  # numbers; their fp32 copies stay in the cache: twice as fast as 2**22
+
+_ORDER_FACT = (
+    "bf16_stochastic_round draws from torch's one generator in the order in which parameters step: "
+    "other bits than in a plain step. "
+    "solotune.optim.AdamWKahan with residual=none, state_dtype=int8 draws by step and parameter"
+)
 
 _Around = Callable[[list[nn.Parameter]], AbstractContextManager[None]]
 
@@ -21,6 +28,13 @@ class Stepper:
     """Steps parameters by whatever optimizer class, wherever its state lives."""
 
     def __init__(self, optimizer: Optimizer, home: StateHome | None = None) -> None:
+        at_random = getattr(optimizer, "bf16_stochastic_round", False)
+        groups = optimizer.param_groups
+        if at_random and all(p.dtype != torch.bfloat16 for g in groups for p in g["params"]):
+            raise ConfigError(
+                "optimizer.bf16_stochastic_round=True has no effect: no weight is bf16, set "
+                "dtype=bf16 or remove the key"
+            )
         self.optimizer = optimizer
         self.home = home
         self._group_of = {
@@ -29,6 +43,7 @@ class Stepper:
         self._after: dict[nn.Parameter, nn.Parameter] = {}  # who stepped next, last time
         self._last: nn.Parameter | None = None
         self._told = False
+        self._steps_apart = False  # not all parameters in one call
         self._around: _Around = lambda parameters: nullcontext()
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -54,11 +69,15 @@ class Stepper:
             self.home.keep(parameter)
 
     def news(self) -> list[str]:
-        """Return, once after the first step, the facts to print about where the state lives."""
-        if self.home is None or self._told:
-            return []
-        self._told = True
-        return self.home.lines()
+        """Return, each once after a step, the facts to print about how and where it was done."""
+        lines = []
+        if not self._told:
+            self._told = True
+            lines += self.home.lines() if self.home is not None else []
+            if self._steps_apart and getattr(self.optimizer, "bf16_stochastic_round", False):
+                lines.append(_ORDER_FACT)
+        of_optimizer = getattr(self.optimizer, "news", list)  # ours tell what did not compile
+        return [*lines, *of_optimizer()]
 
     def settle(self) -> None:
         """Wait until all state is where a save can read it."""
@@ -72,6 +91,7 @@ class Stepper:
 
     def _step_only(self, parameters: list[nn.Parameter]) -> None:
         optimizer = self.optimizer
+        self._steps_apart |= len(parameters) < len(self._group_of)
         if hasattr(optimizer, "update_step") and hasattr(optimizer, "prefetch_state"):
             _step_bitsandbytes(optimizer, parameters)
             return
