@@ -13,8 +13,9 @@ from typing import Any
 from .sweep_result import DIVERGED, DONE, FAILED, STOPPED, Rows, Rule, read_rows
 
 _LOOK_SECONDS = 0.5  # between two looks at metrics.jsonl
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
-_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_ASKED = (signal.SIGINT, signal.SIGTERM)  # as in a run
+# A closed terminal, unless nohup has it ignored; Windows has none.
+_SIGNALS = [*_ASKED, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
 class Signals:
@@ -29,7 +30,7 @@ class Signals:
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> "Signals":
-        heard = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # as of nohup
+        heard = [n for n in _SIGNALS if n in _ASKED or signal.getsignal(n) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._take) for number in heard}
         return self
 

@@ -14,7 +14,18 @@ from solotune import models
 from solotune.config import configs
 
 CONFIGS = sorted(configs())
+# Full fine-tuning, LoRA, and LoRA over a base in 4 bits: `family/size_KIND_single_device`.
+KINDS = {
+    kind: [name for name in CONFIGS if name.endswith(f"_{kind}_single_device")]
+    for kind in ("full", "lora", "qlora")
+}
 each_config = pytest.mark.parametrize("name", CONFIGS)
+each_full = pytest.mark.parametrize("name", KINDS["full"])
+each_adapter = pytest.mark.parametrize("name", KINDS["lora"] + KINDS["qlora"])
+# What a kind decides; all else is the same for one model, as far as it has the kind.
+BY_KIND = (
+    "recipe adapter quantize_base optimizer optimizer_in_bwd optimizer_state clip_grad_norm"
+).split()
 # What a size decides; all else is one and the same.
 BY_SIZE = (
     "checkpoint_dir optimizer enable_activation_checkpointing optimizer_in_bwd optimizer_state "
@@ -39,16 +50,59 @@ def builder_of(text: str) -> str:
     return re.findall(r"^# model: (\w+)$", text, re.MULTILINE)[0]
 
 
+def kind_of(name: str) -> str:
+    return next(kind for kind, names in KINDS.items() if name in names)
+
+
+def without(name: str, keys: list[str]) -> dict[str, Any]:
+    return {key: value for key, value in read(name)[1].items() if key not in keys}
+
+
 @each_config
 def test_what_no_size_decides_is_the_same_everywhere(name: str) -> None:
-    first, here = (
-        {key: value for key, value in read(each)[1].items() if key not in BY_SIZE}
-        for each in (CONFIGS[0], name)
-    )
-    assert here == first
+    assert without(name, BY_SIZE) == without(KINDS[kind_of(name)][0], BY_SIZE)
 
 
-@each_config
+@each_adapter
+def test_the_kinds_of_one_model_differ_in_what_the_kind_decides_alone(name: str) -> None:
+    kind = kind_of(name)
+    full = name.replace(f"_{kind}_", "_full_")
+    if full in CONFIGS:
+        assert without(name, BY_KIND) == without(full, BY_KIND)
+        assert builder_of(read(name)[0]) == builder_of(read(full)[0])
+    else:  # too big for it, and for LoRA over a base in bf16
+        assert kind == "qlora"
+        assert parameters_of(builder_of(read(name)[0])) > 15e9
+    order = [key for key in read(name)[1] if key not in BY_KIND]
+    assert order == [key for key in read(KINDS["full"][0])[1] if key not in BY_KIND]
+
+
+@each_adapter
+def test_an_adapter_follows_the_defaults(name: str) -> None:
+    text, values = read(name)
+    billions = parameters_of(builder_of(text)) / 1e9
+    assert values["adapter"] == {
+        "_component_": "solotune.adapters.LoRA",
+        "rank": 16,
+        "alpha": 32,
+        "targets": "all-linear",
+        "dropout": 0.0,
+        "dtype": "fp32",
+    }
+    assert values.get("quantize_base") == ("nf4" if kind_of(name) == "qlora" else None)
+    assert values["optimizer"] == {
+        "_component_": "torch.optim.AdamW",
+        "fused": True,
+        "lr": "2e-4" if billions <= 4.05 else "1e-4",
+        "weight_decay": 0.01,
+    }
+    assert values["clip_grad_norm"] == 1.0
+    assert values["enable_activation_checkpointing"] == (billions > 0.99)
+    tokens = values["batch_size"] * values["gradient_accumulation_steps"]
+    assert tokens * values["tokenizer"]["max_seq_len"] == 16384
+
+
+@each_full
 def test_what_a_size_decides_follows_the_defaults(name: str) -> None:
     text, values = read(name)
     billions = parameters_of(builder_of(text)) / 1e9
@@ -92,14 +146,17 @@ def test_a_value_that_could_be_another_has_its_reason(name: str) -> None:
             assert "  # " in line, line
 
 
-def test_every_published_size_for_one_device_has_a_config() -> None:
+def test_every_published_size_has_a_config_for_what_fits_on_one_device() -> None:
     builders = {
         name
         for name, builder in inspect.getmembers(models, inspect.isfunction)
         if not inspect.signature(builder).parameters
     }
-    small = {name for name in builders if parameters_of(name) < 15e9}
-    assert {builder_of(read(name)[0]) for name in CONFIGS} == small - SUPERSEDED
+    for kind, most in {"full": 15e9, "lora": 15e9, "qlora": 80e9}.items():
+        small = {name for name in builders if parameters_of(name) < most}
+        made = [builder_of(read(name)[0]) for name in KINDS[kind]]
+        assert sorted(made) == sorted(small - SUPERSEDED), kind
+    assert sorted(name for names in KINDS.values() for name in names) == CONFIGS
 
 
 def test_config_files_have_lines_of_at_most_100_columns() -> None:
