@@ -64,7 +64,8 @@ def main(words: list[str]) -> int:
     with located(cfg):
         device = pick_device(cfg.device)
         folder = model_folder(cfg.checkpoint_dir)
-        model = module.setup_model(cfg, folder, pick_dtype(cfg.dtype, device))
+        built = module.setup_model(cfg, folder, pick_dtype(cfg.dtype, device))
+        model = built[0] if isinstance(built, tuple) else built  # an adapter comes with its model
         if "added_tokens" in cfg.tokenizer.arguments:  # a recipe does so with its data
             tokenizer = cfg.tokenizer.build(checkpoint_dir=folder)
             model.add_tokens(tokenizer.new_ids, rows=tokenizer.rows_wanted)

@@ -37,7 +37,7 @@ from solotune.models.auto import auto
 from solotune.models.decoder import Decoder
 from solotune.tokenizers.folder import KINDS
 
-PIECE_BYTES = 16 * 2**20  # of a tensor in fp32
+PIECE_BYTES = 4 * 2**20  # of a tensor in fp32
 SMALL_FILES_BYTES = 32 * 2**20
 _TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _OF_TOKENIZER = (
