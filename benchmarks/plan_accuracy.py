@@ -2,7 +2,7 @@
 
     python benchmarks/plan_accuracy.py --out docs/benchmarks/plan_accuracy.md
 
-Each case is planned, and then three optimizer steps are made by the same functions of the recipe on
+Each case is planned, and then two optimizer steps are made by the same functions of the recipe on
 random weights. On CPU the measured peak is that of the allocator's own events, from the first
 weight on; on a card `torch.cuda.max_memory_allocated`, with what the allocator reserved beside it.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from figures import MIB, conditions, cpu_name, table, write_figures
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from solotune.cli.run import import_recipe  # pyright: ignore[reportMissingImports]
@@ -33,15 +33,14 @@ from solotune.config.loading import load
 from solotune.data import Batch
 from solotune.data.batch import collate
 from solotune.memory.workers import Worker
-from solotune.models import Decoder
 from solotune.models.llama import llama3_2_1b, smollm2_135m
 from solotune.models.qwen2 import qwen2_5_0_5b
-from solotune.plan.simulate import Work, call, simulate
+from solotune.plan.simulate import Work, simulate
+from solotune.plan.training import Training, fill_parameters
 from solotune.training import pick_device
-from solotune.training.precision import DTYPES
 
-FULL = "full_finetune_single_device"
-STEPS = 3
+FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
+STEPS = 2  # the second begins with the optimizer's state
 ADAMW = "optimizer=torch.optim.AdamW optimizer.lr=1e-5"
 FUSED = f"{ADAMW} optimizer.fused=True"
 IN_BACKWARD = "optimizer_in_bwd=True clip_grad_norm=None"
@@ -60,9 +59,9 @@ class Shape:
 
 
 SHAPES = {
-    "SmolLM2-135M": Shape(smollm2_135m, 30, rows=2, tokens=192),
-    "Llama-3.2-1B, 2 blocks": Shape(llama3_2_1b, 2, rows=1, tokens=256),
-    "Qwen2.5-0.5B, 4 blocks": Shape(qwen2_5_0_5b, 4, rows=2, tokens=300),
+    "SmolLM2-135M": Shape(smollm2_135m, 30, rows=2, tokens=128),
+    "Llama-3.2-1B, 2 blocks": Shape(llama3_2_1b, 2, rows=1, tokens=192),
+    "Qwen2.5-0.5B, 4 blocks": Shape(qwen2_5_0_5b, 4, rows=2, tokens=160),
 }
 
 
@@ -84,32 +83,31 @@ def cases() -> list[Case]:
     small, wide, biased = SHAPES
     kahan = "optimizer=solotune.optim.AdamWKahan optimizer.lr=1e-5"
     eight_bit = "optimizer=bitsandbytes.optim.AdamW8bit optimizer.lr=1e-5"
+    in_backward = f"{FUSED} {IN_BACKWARD}"
     words = [
         f"{FUSED} {PLAIN}",
-        FUSED,
         f"{FUSED} gradient_accumulation_steps=4",
-        f"{FUSED} ac_mode=selective ac_option=2",
-        f"{FUSED} ac_mode=selective ac_option=op",
-        f"{FUSED} {OFFLOADING}",
-        f"{FUSED} {OFFLOADING} {PLAIN}",
-        f"{FUSED} {OFFLOADING} activation_offload_to=disk",
-        f"{FUSED} {IN_BACKWARD}",
-        f"{FUSED} {IN_BACKWARD} {OFFLOADING} {PLAIN}",
-        f"{FUSED} {IN_BACKWARD} gradient_accumulation_steps=4",
-        f"{FUSED} optimizer_in_bwd=True gradient_accumulation_steps=2",
-        f"{FUSED} optimizer_state=host",
-        f"{FUSED} {IN_BACKWARD} optimizer_state=disk",
-        f"{FUSED} loss.chunk_tokens=32",
-        f"{FUSED} trainable=layers\\.(2[0-9])\\.",
-        f"{FUSED} dtype=fp32",
-        f"{FUSED} dtype=fp32 autocast=True",
         f"{ADAMW} clip_grad_norm=None",
-        kahan,
+        f"{in_backward} {PLAIN}",
+        in_backward,
+        f"{in_backward} ac_mode=selective ac_option=2",
+        f"{in_backward} ac_mode=selective ac_option=op",
+        f"{in_backward} {OFFLOADING}",
+        f"{in_backward} {OFFLOADING} {PLAIN}",
+        f"{in_backward} {OFFLOADING} activation_offload_to=disk",
+        f"{in_backward} optimizer_state=host",
+        f"{in_backward} optimizer_state=disk loss.chunk_tokens=32",
+        f"{in_backward} gradient_accumulation_steps=4",
+        f"{in_backward} gradient_accumulation_steps=2 resident_layers=4",
+        f"{FUSED} optimizer_in_bwd=True gradient_accumulation_steps=2",
+        f"{FUSED} trainable=layers\\.(2[0-9])\\. {PLAIN}",
+        f"{in_backward} dtype=fp32 {PLAIN}",
+        f"{in_backward} dtype=fp32 autocast=True {PLAIN}",
+        f"{kahan} {PLAIN}",
         f"{kahan} optimizer.residual=int8 optimizer.state_dtype=int8 {IN_BACKWARD}",
         f"{kahan} {IN_BACKWARD} optimizer_state=host gradient_accumulation_steps=3",
-        eight_bit,
+        f"{eight_bit} {PLAIN}",
         f"{eight_bit} {IN_BACKWARD} optimizer_state=host",
-        f"{FUSED} {IN_BACKWARD} gradient_accumulation_steps=2 resident_layers=4",
     ]
     found = [Case(small, each) for each in words]
     for shape in (wide, biased):
@@ -119,7 +117,14 @@ def cases() -> list[Case]:
             Case(shape, f"{kahan} {IN_BACKWARD} gradient_accumulation_steps=2"),
             Case(shape, f"{eight_bit} {IN_BACKWARD} {OFFLOADING}"),
         ]
-    found.append(Case(small, f"{FUSED} compile=True", compiled=True))
+    lora = f"{FUSED} adapter.rank=16 adapter.targets=all-linear"
+    found += [
+        Case(small, lora, recipe=LORA),
+        Case(small, f"{lora} quantize_base=nf4 {PLAIN}", recipe=LORA),
+        Case(wide, f"{lora} adapter.dora=True quantize_base=nf4", recipe=LORA),
+        Case(biased, f"{lora} {IN_BACKWARD} gradient_accumulation_steps=2", recipe=LORA),
+        Case(biased, f"{in_backward} {PLAIN} compile=True", compiled=True),
+    ]
     return found
 
 
@@ -185,34 +190,27 @@ def run(case: Case, device: torch.device) -> tuple[int, dict[str, int], float]:
 
 
 def train(recipe: ModuleType, cfg: Any, work: Work, device: torch.device, folder: Path) -> None:
-    """Step random weights by the functions of the recipe, as its `main` calls them."""
-    offered: dict[str, Any] = {"cfg": cfg, "device": device, "output_dir": folder / "run"}
-    offered["output_dir"].mkdir()
-    dtype = DTYPES[cfg.dtype]
-    model = offered["model"] = call(recipe.setup_model, offered, folder=folder, dtype=dtype)
-    host = offered["host"] = call(recipe.setup_host, offered)
-    fill(model, device, host.weights)
-    stepper = offered["stepper"] = call(recipe.setup_optimizer, offered)
-    offered["loss_fn"] = cfg.loss.build(soft_cap=model.logit_soft_cap)
-    autocast = torch.autocast(
-        device.type, torch.bfloat16, enabled=getattr(cfg, "autocast", False), cache_enabled=False
+    """Step a model by the functions of the recipe; bytes do not depend on its numbers."""
+    output_dir = folder / "run"
+    output_dir.mkdir()
+
+    def make(parameter: nn.Parameter) -> Tensor:
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        return tensor.fill_(1.0 if tensor.dim() == 1 else 0.01)
+
+    training = Training(
+        recipe,
+        cfg,
+        device=device,
+        folder=folder,
+        output_dir=output_dir,
+        fill=lambda model: fill_parameters(model, make),
     )
-    random = np.random.default_rng(0)
-    vocab = len(model.output_weight)
-    with closing(stepper), autocast:
+    random, vocab = np.random.default_rng(0), len(training.model.output_weight)
+    with closing(training.stepper):
         for _ in range(STEPS):
-            group = [batch(work, vocab, random) for _ in range(cfg.gradient_accumulation_steps)]
-            call(recipe.train_step, offered, group=group)
-
-
-def fill(model: Decoder, device: torch.device, on_host: Any) -> None:
-    """Give each parameter random numbers, small enough that a step is finite."""
-    for parameter in model.parameters():
-        place = "cpu" if on_host is not None and parameter in on_host else device
-        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=place)
-        tensor.fill_(1.0) if tensor.dim() == 1 else tensor.normal_(std=0.02)
-        filled = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, filled)
+            count = range(cfg.gradient_accumulation_steps)
+            training.step([batch(work, vocab, random) for _ in count])
 
 
 def batch(work: Work, vocab: int, random: np.random.Generator) -> Batch:

@@ -11,6 +11,8 @@ from solotune.errors import UsageError
 VERBS = {
     "run": "train, or generate: run a recipe with a config",
     "sweep": "run a recipe once for each combination of values, and compare",
+    "plan": "say what a run needs, and find a configuration that fits",
+    "merge": "write a model with an adapter in its weights",
     "validate": "check a config without reading any weights",
     "inspect": "show what a run is fed with, and what it trains",
     "ls": "list the recipes and their configs",

@@ -105,7 +105,7 @@ def test_the_picture_shows_each_category_where_it_is_alive(tmp_path: Path) -> No
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    from solotune.memory.report import _COLORS
+    from solotune.memory.report import COLORS
 
     zeros = np.zeros(3, dtype=np.int64)
     series = {(place, category): zeros for place in PLACES for category in CATEGORIES}
@@ -119,7 +119,7 @@ def test_the_picture_shows_each_category_where_it_is_alive(tmp_path: Path) -> No
     assert pixels.shape[:2] == (height, width)
 
     def share(category: str, columns: slice) -> float:
-        is_color = np.abs(pixels[:, columns] - to_rgb(_COLORS[category])).max(-1) < 0.01
+        is_color = np.abs(pixels[:, columns] - to_rgb(COLORS[category])).max(-1) < 0.01
         return float(is_color.mean())
 
     left, right = slice(width // 8, width // 4), slice(width // 2, 3 * width // 4)

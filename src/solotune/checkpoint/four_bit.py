@@ -58,8 +58,11 @@ class StoredFourBit(StoredTensor):
 def stored_four_bit(folder: Path) -> dict[str, FourBit]:
     """Return the layouts of the weights that a model folder holds in 4 bits, by their names there.
 
-    Empty for an unquantised folder. Raises CheckpointError for layouts that cannot be read.
+    Empty for an unquantised folder, and for one without weights, which may be planned. Raises
+    CheckpointError for layouts that cannot be read.
     """
+    if not any(folder.glob("*.safetensors*")):
+        return {}
     stored = with_four_bit(text_tower(stored_weights(folder))[0])
     return {name: t.layout for name, t in stored.items() if isinstance(t, StoredFourBit)}
 

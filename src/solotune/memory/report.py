@@ -28,7 +28,7 @@ from solotune.models import Decoder
 from solotune.training import RunLog
 
 # Of one hue where they stay from step to step, of others where they come and go.
-_COLORS = {
+COLORS = {
     "weights": "#31688e",
     "optimizer state": "#6ba5c9",
     "gradients": "#e08214",
@@ -36,7 +36,7 @@ _COLORS = {
     "logits": "#b2182b",
     "other": "#a0a0a0",
 }
-_PHASE_COLORS = {"forward": "#ffffff", "backward": "#ececec", "step": "#d9d9d9"}
+_PHASECOLORS = {"forward": "#ffffff", "backward": "#ececec", "step": "#d9d9d9"}
 
 
 class MemoryReport:
@@ -142,12 +142,12 @@ def draw(timeline: Timeline, path: Path, *, title: str) -> None:
         peak, total = timeline.peak(place), timeline.total(place)
         name, unit = ("GiB", 2**30) if peak.num_bytes >= 2**30 else ("MiB", 2**20)
         for first, last, phase in spans:
-            panel.axvspan(first, last, color=_PHASE_COLORS[phase], linewidth=0, zorder=0)
+            panel.axvspan(first, last, color=_PHASECOLORS[phase], linewidth=0, zorder=0)
             if panel is panels[0] and last - first > 0.08 * end:
                 panel.text((first + last) / 2, 1.01, phase, ha="center", va="bottom", alpha=0.7,
                            transform=panel.get_xaxis_transform())  # fmt: skip
         series = [timeline.bytes_E[place, category] / unit for category in CATEGORIES]
-        colors = [_COLORS[category] for category in CATEGORIES]
+        colors = [COLORS[category] for category in CATEGORIES]
         panel.stackplot(timeline.seconds_E, *series, colors=colors, step="post", linewidth=0)
         moment = float(timeline.seconds_E[int(total.argmax())])
         panel.axvline(moment, color="black", linewidth=0.8, linestyle="--")
@@ -165,10 +165,10 @@ def draw(timeline: Timeline, path: Path, *, title: str) -> None:
         )
     panels[-1].set_xlabel("seconds (a tracked step is slower than others)")
     shown = [c for c in CATEGORIES if any(timeline.bytes_E[place, c].any() for place in places)]
-    handles = [Patch(color=_COLORS[category], label=category) for category in reversed(shown)]
+    handles = [Patch(color=COLORS[category], label=category) for category in reversed(shown)]
     handles += [
         Patch(facecolor=color, edgecolor="#808080", label=phase)
-        for phase, color in _PHASE_COLORS.items()
+        for phase, color in _PHASECOLORS.items()
     ]
     figure.legend(handles=handles, loc="outside right center", frameon=False)
     figure.savefig(path, dpi=130)

@@ -14,8 +14,10 @@ _aten = torch.ops.aten
 Pairs = float  # of query and key that attention computes in one head
 
 
-def flops(func: Any, inputs: Sequence[Tensor], pairs: Pairs) -> int:
+def flops(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor], pairs: Pairs) -> int:
     """Return the floating-point operations of matrix products and attention; of others 0."""
+    if str(func) in _PRODUCTS:  # by name: bitsandbytes may not be there
+        return 2 * inputs[0].numel() * results[0].size(-1)
     count = _FLOPS.get(func)
     return count(inputs, pairs) if count else 0
 
@@ -38,6 +40,7 @@ def _attention_backward(inputs: Sequence[Tensor], pairs: Pairs) -> int:
     return int(10 * pairs * math.prod(inputs[0].shape[-2:]))
 
 
+_PRODUCTS = {"bitsandbytes.gemm_4bit.default"}
 _FLOPS: dict[Any, Callable[[Sequence[Tensor], Pairs], int]] = {
     _aten.mm.default: _product,
     _aten.mm.out: _product_out,

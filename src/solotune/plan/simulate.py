@@ -8,7 +8,6 @@ micro-batches three run, since a fourth adds what the third has added.
 Shapes: B rows of a micro-batch, S tokens a row, M segments a row.
 """
 
-import inspect
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -24,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from solotune.data import Batch
 from solotune.device_kind import standing_for
 from solotune.memory.stepping import Stepper
+from solotune.memory.timeline import Peak
 from solotune.memory.tracker import replaced, state_parts
 from solotune.models import Decoder
 from solotune.plan.repeats import Repeats
+from solotune.plan.training import Training, fill_parameters
 from solotune.plan.watch import Step, StepWatch
-from solotune.training import autocast_to_bf16
 from solotune.training.precision import DTYPES
 
 _MOST_SIMULATED = 3  # micro-batches of one step
@@ -60,10 +60,7 @@ class Work:
         return sum(length * (length + 1) / 2 for row in self.segments for length in row)
 
     def batch(self, fake: FakeTensorMode) -> Batch:
-        """Return fake tensors of this shape; lengths are real, since the code for a CPU reads them.
-
-        They have the slots for one more segment than there are, as a loader's may.
-        """
+        """Return fake tensors of this shape; lengths are real: the code for a CPU reads them."""
         most = max(map(len, self.segments))
         lengths = [[*row, *[0] * (most - len(row))] for row in self.segments]
         segments_BM = torch.tensor(lengths, dtype=torch.int32)
@@ -96,6 +93,7 @@ class Simulated:
     parameters: int
     trained: int  # of them
     weight_bytes: int
+    trained_bytes: int
     state_bytes: int  # of the optimizer, wherever it lives
 
     def at(self, value: Callable[[Step], float]) -> float:
@@ -105,10 +103,20 @@ class Simulated:
         slope = value(last) - value(self.later[-2]) if beyond else 0
         return value(last) + beyond * slope
 
-    @property
-    def highest(self) -> Step:
-        """The simulated step with the higher peak: that of the first, or a later one."""
-        return max((self.first, self.later[-1]), key=lambda step: step.device.num_bytes)
+    def most(self, value: Callable[[Step], float]) -> int:
+        """Return a value of the first or of a later step, whichever is higher."""
+        return int(max(value(self.first), self.at(value)))
+
+    def peak(self, place: Callable[[Step], Peak]) -> Peak:
+        """Return the peak of a place: that of the first step, or of later ones."""
+        first, last = place(self.first), place(self.later[-1])
+        if first.num_bytes > self.at(lambda step: place(step).num_bytes):
+            return first
+        parts = {
+            name: max(0, int(self.at(lambda step, name=name: place(step).by_category[name])))
+            for name in last.by_category
+        }
+        return Peak(sum(parts.values()), last.phase, parts, parts)
 
 
 def simulate(recipe: ModuleType, cfg: Any, *, kind: str, work: Work, folder: Path) -> Simulated:
@@ -116,30 +124,34 @@ def simulate(recipe: ModuleType, cfg: Any, *, kind: str, work: Work, folder: Pat
 
     `folder` is the model folder, of which config.json alone is read.
     """
-    count = cfg.gradient_accumulation_steps
-    with standing_for(kind), tempfile.TemporaryDirectory() as output_dir:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        device = torch.device("cpu")
-        offered: dict[str, Any] = {"cfg": cfg, "device": device, "output_dir": Path(output_dir)}
-        dtype = DTYPES[cfg.dtype]
-        model = offered["model"] = call(recipe.setup_model, offered, folder=folder, dtype=dtype)
+    fake, count = FakeTensorMode(allow_non_fake_inputs=True), cfg.gradient_accumulation_steps
+
+    def fill(model: Decoder) -> None:
         with fake:
-            _fill(model)
-            host = offered["host"] = call(recipe.setup_host, offered)
-        stepper = offered["stepper"] = call(recipe.setup_optimizer, offered)
+            fill_parameters(model, lambda p: torch.empty(p.shape, dtype=p.dtype))
+
+    with standing_for(kind), tempfile.TemporaryDirectory() as output_dir:
+        training = Training(
+            recipe,
+            cfg,
+            device=torch.device("cpu"),
+            folder=folder,
+            output_dir=Path(output_dir),
+            fill=fill,
+            around_setup=lambda: fake,
+        )
+        model, stepper = training.model, training.stepper
         _as_on(kind, stepper)
         _warm_up(cfg)
-        loss_fn = offered["loss_fn"] = cfg.loss.build(soft_cap=model.logit_soft_cap)
-        watched = {"loss_fn": loss_fn, "stepper": stepper, "host": host}
+        watched = {"loss_fn": training.loss_fn, "stepper": stepper, "host": training.host}
         watch = StepWatch(model, **watched, kind=kind, pairs=work.pairs, fake=fake)
         repeats = Repeats(watch, stepper.optimizer)
-        autocast = autocast_to_bf16(device, dtype=dtype, enabled=getattr(cfg, "autocast", False))
         sizes = [1, *({1} if count == 1 else {2, min(count, _MOST_SIMULATED)})]
         groups = [[work.batch(fake) for _ in range(size)] for size in sizes]
         with closing(stepper), fake, watch, replaced(stepper, "_step_only", repeats.step):
             for group in groups:
-                with watch.step(len(group)), autocast:
-                    call(recipe.train_step, offered, group=group)
+                with watch.step(len(group)):
+                    training.step(group)
         steps = watch.steps()
         state = [part for p in stepper.optimizer.state for part, _ in state_parts(stepper, p)]
         return Simulated(
@@ -151,27 +163,9 @@ def simulate(recipe: ModuleType, cfg: Any, *, kind: str, work: Work, folder: Pat
             parameters=sum(p.numel() for p in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             weight_bytes=sum(p.nbytes for p in model.parameters()),
+            trained_bytes=sum(p.nbytes for p in model.parameters() if p.requires_grad),
             state_bytes=sum(part.nbytes for part in state),
         )
-
-
-def call(function: Callable[..., Any], offered: dict[str, Any], **more: Any) -> Any:
-    """Call a recipe's function with what it has parameters for."""
-    values = offered | more
-    return function(**{name: values[name] for name in inspect.signature(function).parameters})
-
-
-def _fill(model: Decoder) -> None:
-    """Put memory that is fake behind parameters and buffers on meta."""
-    filled: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device="cpu"))
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in filled:  # two modules may share one
-                tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
-                filled[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-            module.register_parameter(name, filled[parameter])
 
 
 def _as_on(kind: str, stepper: Stepper) -> None:
@@ -182,8 +176,7 @@ def _as_on(kind: str, stepper: Stepper) -> None:
 
 
 def _warm_up(cfg: Any) -> None:
-    """Step a small matrix that is real: some optimizers make tables at their first step, and keep
-    them, which must hold numbers."""
+    """Step a small matrix that is real: tables that an optimizer makes once must hold numbers."""
     weight = nn.Parameter(torch.zeros(64, 64, dtype=DTYPES[cfg.dtype]))
     weight.grad = torch.zeros_like(weight)
     with torch.compiler.set_stance("force_eager"):

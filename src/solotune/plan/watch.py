@@ -28,8 +28,9 @@ class Step:
     reserved: int  # by a card's allocator, with the holes in it; elsewhere as allocated
     host: Peak
     together: int  # on device and host at one moment: where both are one memory
-    pinned: int  # of the host
-    disk: int
+    pinned: int  # of the host, as the system hands it out: powers of two
+    pinned_use: int  # what of it is used
+    disk: Peak
     to_device: int  # copied from the host
     to_host: int
     disk_read: int
@@ -91,6 +92,7 @@ class StepWatch(MemoryTracker):
         on_card = self.kind == "cuda"
         timeline = self.timeline(self._size if on_card else lambda life: life.num_bytes)
         pinned = self.timeline(lambda life: self._size(life) if life.pinned else 0)
+        used = self.timeline(lambda life: life.num_bytes if life.pinned else 0)
         found = []
         for micro_batches, begin, end in self._steps:
             part = timeline.part(begin.moment, end.moment)
@@ -105,7 +107,8 @@ class StepWatch(MemoryTracker):
                     host=part.peak("host"),
                     together=int(part.total("device", "host").max()),
                     pinned=int(pinned.part(begin.moment, end.moment).total("host").max()),
-                    disk=part.peak("disk").num_bytes,
+                    pinned_use=int(used.part(begin.moment, end.moment).total("host").max()),
+                    disk=part.peak("disk"),
                     to_device=sum(size for way, size in copies if way == "to_device"),
                     to_host=sum(size for way, size in copies if way == "to_host"),
                     disk_read=sum(life.num_bytes for way, life in files if way == "read"),
@@ -140,7 +143,7 @@ class StepWatch(MemoryTracker):
     def ran(self, func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
         if func.namespace != "solotune" and not _is_view(func):
             touched = sum(map(_touched, inputs)) + sum(map(_touched, results))
-            self.costs.append((flops(func, inputs, self.pairs), touched))
+            self.costs.append((flops(func, inputs, results, self.pairs), touched))
         return held_inside(func, inputs, self.kind)
 
     def _mark_now(self) -> _Mark:

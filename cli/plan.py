@@ -1,0 +1,136 @@
+"""`tune plan`: what a run needs before it starts, and which configuration fits."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from solotune.config import located
+from solotune.config.command_line import Parser, load_arguments, refuse_torchrun_flags
+from solotune.errors import UsageError, UserError
+
+from .run import import_recipe
+from .validate import add_config_arguments, recipe_meant
+
+if TYPE_CHECKING:  # torch is slow to import, and --help needs none
+    from solotune.plan.budget import Budget
+    from solotune.plan.device_profile import DeviceProfile
+    from solotune.plan.needs import Needs
+
+HELP = """\
+Say what a run needs: memory of device and host, disk, and where a device is named its time. Nothing
+is downloaded or read but the model's config.json, and no card is needed: the recipe's own step runs
+on tensors without memory.
+
+  tune plan full_finetune_single_device --config llama3_1/8B_full_single_device
+  tune plan llama3_1/8B_full_single_device batch_size=2 --device-profile 4090 --plot plan.png
+
+With --vram, --ram or --disk it says whether that is enough, and where it is not it looks for the
+fastest configuration that fits:
+
+  tune plan llama3_1/8B_full_single_device --vram 16GiB --ram 64GiB --write mine.yaml
+  tune plan --measure    # writes the speeds of this machine, for --device-profile measured"""
+
+
+def main(words: list[str]) -> int:
+    """Print a plan; return 0, or 1 where nothing fits."""
+    refuse_torchrun_flags(words)
+    parser = Parser(prog="tune plan", description=HELP)
+    add_plan_arguments(parser)
+    options = parser.parse_intermixed_args(words)
+    if options.measure:
+        return _measure()
+    recipe = recipe_meant(options, verb="plan")
+    loaded = load_arguments(recipe, options)
+    module = import_recipe(recipe)
+    cfg = loaded.instance(module.Config)
+    with located(cfg):
+        module.validate(cfg)
+    return _plan(module, cfg, recipe, options)
+
+
+def add_plan_arguments(parser: Parser) -> None:
+    add_config_arguments(parser)
+    add = parser.add_argument
+    add("--device-profile", metavar="NAME|FILE", help="its speeds: measured, 4090, h100, a YAML")
+    add("--vram", metavar="SIZE", help="device memory: 12GiB, or auto: what is free here")
+    add("--ram", metavar="SIZE", help="host memory: 32GiB, or auto")
+    add("--disk", metavar="SIZE", help="disk: 100GiB, or auto")
+    add("--json", action="store_true", help="one object; sizes in bytes")
+    add("--plot", metavar="FILE", type=Path, help="a picture of the peak against --vram")
+    add("--write", metavar="FILE", type=Path, help="the configuration that was found, as YAML")
+    add("--measure", action="store_true", help="measure this machine, under a minute")
+
+
+def _plan(module: ModuleType, cfg: Any, recipe: Path, options: argparse.Namespace) -> int:
+    from solotune.plan import inputs, show
+    from solotune.plan.needs import needs_of
+
+    inputs.check_recipe(module, recipe.stem)
+    profile = _profile(options)
+    kind = "cpu" if "cpu" in (cfg.device, profile and profile.kind) else "cuda"
+    budget = _budget(options, kind)
+    with inputs.sizes_of(cfg, options.config) as (folder, facts):
+        work, more = inputs.work_of(cfg)
+        planned = needs_of(module, cfg, kind=kind, folder=folder, work=work)
+    facts += more
+    if options.json:
+        print(json.dumps(show.as_json(planned, budget, profile, assumed=facts)))
+    else:
+        print("\n".join(show.lines(planned, budget, profile, assumed=facts)))
+    name = options.config or recipe.stem
+    if options.plot:
+        _draw({name: planned.needs}, budget, options)
+    return 1 if budget.faults(planned.needs) else 0
+
+
+def _profile(options: argparse.Namespace) -> "DeviceProfile | None":
+    from solotune.plan.device_profile import find_profile
+
+    return find_profile(options.device_profile) if options.device_profile else None
+
+
+def _budget(options: argparse.Namespace, kind: str) -> "Budget":
+    """Return what the flags name; `auto` is what is free here."""
+    import torch
+
+    from solotune.plan import budget
+
+    def size(flag: str, free: Callable[[], int]) -> int | None:
+        text = getattr(options, flag)
+        if text == "auto":
+            return free()
+        return None if text is None else budget.parse_size(text, flag=f"--{flag}")
+
+    device = torch.device(kind)
+    if options.vram == "auto" and kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--vram auto: there is no CUDA card here: name a size, --vram 24GiB")
+    return budget.Budget(
+        device=size("vram", lambda: budget.free_of_device(device)),
+        host=size("ram", budget.free_of_host),
+        disk=size("disk", lambda: budget.free_of_disk(Path.cwd())),
+    )
+
+
+def _draw(plans: "dict[str, Needs]", budget: "Budget", options: argparse.Namespace) -> None:
+    from solotune.plan import show
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"--plot {options.plot} needs matplotlib: pip install 'solotune[plot]'")
+    show.draw(plans, options.plot, budget=budget, title="Predicted peak of device memory")
+    print(f"{options.plot}", file=sys.stderr)
+
+
+def _measure() -> int:
+    from solotune.plan.device_profile import measure_profile, measured_path, write_profile
+    from solotune.training import pick_device
+
+    profile, path = measure_profile(pick_device("auto"), Path.cwd()), measured_path()
+    write_profile(profile, path)
+    print(path.read_text(encoding="utf-8"), end="")
+    print(f"{path}: use it with --device-profile measured")
+    return 0
