@@ -59,6 +59,7 @@ _RUN = ("--config", "--trust", "--debug", "--help")
 FLAGS = {
     "run": _RUN,
     "sweep": (*_RUN, "--random", "--seed", "--max-loss"),
+    "merge": ("--debug", "--help"),
     "validate": (*_RUN, "--recipe"),
     "ls": ("--json", "--help"),
     "cp": ("--force", "--help"),
@@ -111,7 +112,7 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         return configs()
     if current.startswith("-"):
         return FLAGS.get(verb, ("--help",))
-    if verb == "completion":
+    if verb in ("completion", "merge"):  # folders, which the shell offers
         return ()
     if verb in ("cat", "cp") and not rest:
         return [*recipes(), *configs()]
