@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 from figures import GIB
 from ladder import WORK, Work, peaks_on_card, run, timed
-from random_model import RandomTensors
+from random_model import RandomTensors, on_meta
 from torch import Tensor
 
 from solotune.data import Batch
@@ -27,6 +27,7 @@ from solotune.memory import (
     HostMemory,
     StateHome,
     Stepper,
+    StreamedLayers,
     checkpoint_blocks,
     layer_major_step,
     offload_activations,
@@ -39,6 +40,7 @@ from solotune.optim import decay_groups
 from solotune.training import pick_device, set_seed
 
 CARD_GIB = 22.0  # of 24 GB: the rest is the driver's and the allocator's
+SMALL_CARD_GIB = 7.0  # of 8
 NUM_STEPS = 50
 
 
@@ -50,6 +52,7 @@ class Way:
     offloading: bool = False
     in_backward: bool = False
     state_on_host: bool = False
+    resident: int | None = None  # blocks whose weights stay on the device
 
 
 def small(layers: int, width: int, vocab: int) -> Decoder:
@@ -89,11 +92,14 @@ def main() -> None:
     parts = {
         "in backward, offloaded, state on host": Way(1, True, True, True),
         "layer-major, state on host": Way(2, False, True, True),
+        "layer-major, all layers streamed, state on host": Way(2, False, True, True, 0),
     }
     for name, way in parts.items():
         part(f"{NUM_STEPS} steps, {name}", partial(compare, streams, random, way, NUM_STEPS))
     torch.use_deterministic_algorithms(False)
-    part("the 24 GB schedule", partial(fit, large, random))
+    part("the 24 GB schedule", partial(fit, large, random, Way(8, False, True, True), CARD_GIB))
+    streamed = Way(8, False, True, True, 0)
+    part("all layers streamed", partial(fit, large, random, streamed, SMALL_CARD_GIB))
     part("the ladder", partial(climb, ladder, device))
     print(f"\n{len(faults)} failed, {time.monotonic() - start:.0f} s")
     sys.exit(bool(faults))
@@ -113,7 +119,8 @@ def compare(work: Work, random: RandomTensors, way: Way, num_steps: int) -> list
         for number in range(num_steps):
             trainer.step(number)
             trash(trainer.model.device)
-        weights.append({name: p.detach() for name, p in trainer.model.named_parameters()})
+        trainer.host.settle()
+        weights.append({name: p.detach().cpu() for name, p in trainer.model.named_parameters()})
     plain, other = weights
     broken = [name for name, weight in other.items() if not weight.isfinite().all()]
     differing = [name for name, weight in other.items() if not torch.equal(weight, plain[name])]
@@ -128,9 +135,9 @@ def trash(device: torch.device) -> None:
         block.fill_(torch.nan)
 
 
-def fit(work: Work, random: RandomTensors) -> list[str]:
+def fit(work: Work, random: RandomTensors, way: Way, most_gib: float) -> list[str]:
     """Make two steps as the config of 8B does, and print peaks and speed."""
-    trainer = Trainer(work, random, Way(8, False, True, True), eight_bits=True)
+    trainer = Trainer(work, random, way, eight_bits=True)
     device = trainer.model.device
     trainer.step(0)
     with peaks_on_card(device) as peaks:
@@ -138,8 +145,8 @@ def fit(work: Work, random: RandomTensors) -> list[str]:
     tokens = sum(batch.num_tokens for batch in trainer.group(1))
     print(f"{type(trainer.stepper.optimizer).__name__}, {tokens / seconds:,.0f} tokens/s")
     print(", ".join(f"{name} {num / GIB:.2f} GiB" for name, num in peaks.items()))
-    if peaks.get("allocated", 0) > CARD_GIB * GIB:
-        return [f"the peak is above the {CARD_GIB} GiB of a 24 GB card"]
+    if peaks.get("allocated", 0) > most_gib * GIB:
+        return [f"the peak is above {most_gib} GiB"]
     return []
 
 
@@ -150,9 +157,11 @@ class Trainer:
         self, work: Work, random: RandomTensors, way: Way, *, eight_bits: bool = False
     ) -> None:
         self.way = way
-        self.model = random.model(work.build)
+        model = on_meta(work.build)
+        layers = StreamedLayers(model, resident=way.resident)
+        self.model = random.fill(model, on_host=layers)
         device = self.model.device
-        self.host = HostMemory(device, poison=True)
+        self.host = HostMemory(device, weights=layers, poison=True)
         self.loss_fn = LinearCrossEntropy()
         groups = decay_groups(self.model)
         if eight_bits and find_spec("bitsandbytes"):
@@ -165,7 +174,8 @@ class Trainer:
             optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
         home = StateHome(optimizer, host=self.host, folder=None) if way.state_on_host else None
         self.stepper = Stepper(optimizer, home)
-        self.is_layer_major = way.in_backward and way.micro_batches > 1
+        several = way.micro_batches > 1 or way.resident is not None
+        self.is_layer_major = way.in_backward and several
         if not self.is_layer_major:
             checkpoint_blocks(self.model)
         if way.in_backward and not self.is_layer_major:

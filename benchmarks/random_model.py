@@ -1,7 +1,7 @@
 """Models with random weights, made in no time: memory and speed do not depend on the values."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,19 @@ class RandomTensors:
 
     def model(self, build: Callable[[], Decoder]) -> Decoder:
         """Return a decoder in bf16, with norms in fp32, on the stream's device."""
-        with torch.device("meta"):
-            model = set_dtype(build(), torch.bfloat16)
+        return self.fill(on_meta(build))
+
+    def fill(self, model: Decoder, *, on_host: Container[object] = ()) -> Decoder:
+        """Fill a decoder that is on meta; parameters in `on_host` are moved there, one by one."""
         for index, parameter in enumerate(model.parameters()):
-            filled = nn.Parameter(self.cut(parameter.shape, index).to(parameter.dtype))
-            torch.utils.swap_tensors(parameter, filled)
+            filled = self.cut(parameter.shape, index).to(parameter.dtype)
+            if parameter in on_host:
+                filled = filled.cpu()
+            torch.utils.swap_tensors(parameter, nn.Parameter(filled))
         return model.train()
+
+
+def on_meta(build: Callable[[], Decoder]) -> Decoder:
+    """Return a decoder in bf16, with norms in fp32, without memory."""
+    with torch.device("meta"):
+        return set_dtype(build(), torch.bfloat16)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from solotune.adapters import LoRA, adapter_parameters, inject
 from solotune.checkpoint.load import load_weights
 from solotune.errors import ConfigError
 from solotune.memory import (
     HostMemory,
+    Stepper,
     StreamedLayers,
     check_memory_keys,
     compile_blocks,
@@ -24,7 +26,7 @@ from solotune.memory.streams import COPY, HOST, CpuQueues, Mark, unordered
 from solotune.memory.tracker import MemoryTracker
 from solotune.models import Decoder
 from solotune.optim import AdamWKahan, LionKahan
-from solotune.training import UpdateGauge, freeze
+from solotune.training import UpdateGauge, freeze, set_seed
 
 from .one_step import LAYER_MAJOR, LAYERS, NOTHING_ON, OneStep
 
@@ -439,3 +441,102 @@ def test_a_run_without_streaming_takes_no_memory_for_it() -> None:
     assert host.weights is not None
     assert list(host.weights.memory()) == []
     host.settle()
+
+
+def test_adapters_stay_on_the_device_and_their_step_brings_no_weight_back() -> None:
+    finals = []
+    for resident in (None, 0):
+        one_step = with_layers(resident, rows=((40, 30),), clip_grad_norm=1.0)
+        inject(one_step.model, LoRA(rank=4, alpha=8.0, targets=["q_proj", "down_proj"]))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            for parameter in adapter_parameters(one_step.model).values():
+                filled = nn.Parameter(0.1 * torch.randn(parameter.shape))
+                torch.utils.swap_tensors(parameter, filled)
+        optimizer = torch.optim.AdamW(adapter_parameters(one_step.model).values(), lr=1e-2)
+        one_step.stepper = Stepper(optimizer)
+        layers = StreamedLayers(one_step.model, resident=resident)
+        one_step.host = HostMemory(CPU, weights=layers, poison=True)
+        moved = counted(one_step.host)
+        finals.append(weights_after(one_step, 1))
+    assert differing(*finals) == []
+    frozen = [p for p in one_step.model.blocks[0].parameters() if not p.requires_grad]
+    block = bytes_of(p for p in frozen if p.dim() > 1)
+    assert moved == {"to device": (2 * LAYERS - 2) * block}
+
+
+CARD = torch.device("cuda")
+
+
+def on_card(resident: int | None, *, layers: int = 8) -> OneStep:
+    """Return a step on the card of a model of some size, its streamed weights in host memory."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers}
+    one_step = OneStep(
+        **{**LAYER_MAJOR, "dtype": torch.bfloat16, "shape": shape, "resident_layers": None}
+    )
+    model = one_step.model
+    streamed = StreamedLayers(model, resident=resident)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(CPU if parameter in streamed else CARD)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(CARD)
+    one_step.host = HostMemory(CARD, weights=streamed, poison=True)
+    one_step.group = [batch.to(CARD) for batch in one_step.group]
+    return one_step
+
+
+@pytest.mark.gpu
+def test_on_a_card_the_peak_falls_by_the_streamed_blocks_but_two() -> None:
+    peaks = []
+    for resident in (None, 0):
+        gc.collect()
+        torch.cuda.empty_cache()
+        one_step = on_card(resident)
+        one_step()
+        torch.cuda.reset_peak_memory_stats()
+        one_step()
+        peaks.append(torch.cuda.max_memory_allocated())
+        block = bytes_of(matrices(one_step.model.blocks[0]))
+        del one_step
+    assert peaks[0] - peaks[1] == pytest.approx(6 * block, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_on_a_card_nothing_waits_for_the_device_but_the_one_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one_step = on_card(2)
+    one_step()  # makes the state
+    read = HostMemory.read
+
+    def allowed(self: HostMemory, *values: Tensor) -> list[float]:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(self, *values)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(HostMemory, "read", allowed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            one_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_on_a_card_fifty_steps_are_bit_equal() -> None:
+    set_seed(42, deterministic=True)
+    try:
+        plain, streamed = on_card(None), on_card(3)
+        for one_step in (plain, streamed):
+            for _ in range(50):
+                one_step()
+            one_step.host.settle()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for (name, one), other in zip(
+        plain.model.named_parameters(), streamed.model.parameters(), strict=True
+    ):
+        assert torch.equal(one.cpu(), other.cpu()), name
