@@ -28,6 +28,7 @@ from solotune.losses import LinearCrossEntropy
 from solotune.memory import (
     HostMemory,
     Stepper,
+    StreamedLayers,
     checkpoint_blocks,
     compile_blocks,
     layer_major_step,
@@ -212,7 +213,9 @@ def test_checkpointing_and_offloading_change_no_bit_and_move_no_weight(
     assert all(torch.equal(model.get_parameter(name), before) for name, before in packed.items())
 
 
-def test_the_layer_major_schedule_changes_no_bit(folder: Path) -> None:
+@pytest.mark.parametrize("resident", [None, 1])
+def test_the_layer_major_schedule_changes_no_bit(folder: Path, resident: int | None) -> None:
+    """Also where packed weights are streamed from the host."""
     batches = [make_batch(*ROWS, seed=seed) for seed in range(2)]
     num_targets = sum(batch.num_targets for batch in batches)
     plain, ours = load(folder)[0], load(folder)[0]
@@ -230,7 +233,7 @@ def test_the_layer_major_schedule_changes_no_bit(folder: Path) -> None:
         batches,
         num_targets,
         clip=None,
-        host=HostMemory(torch.device("cpu")),
+        host=HostMemory(torch.device("cpu"), weights=StreamedLayers(ours, resident=resident)),
     )
     for name, parameter in plain.named_parameters():
         assert torch.equal(ours.get_parameter(name), parameter), name

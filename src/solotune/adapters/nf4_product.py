@@ -73,7 +73,8 @@ def _linear(
     layout = FourBit(out_features, in_features, kind, block_size, double)
     codes, state = _quant_state(packed, layout, x.dtype)
     with torch.no_grad():  # few rows go through a kernel that makes no dense weight at all
-        return bitsandbytes().matmul_4bit(x, codes, state, bias=bias)
+        # Lying on its side, as releases before 0.50 want it; newer ones take both.
+        return bitsandbytes().matmul_4bit(x, codes.t(), state, bias=bias)
 
 
 @_linear.register_fake
