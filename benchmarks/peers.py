@@ -1,6 +1,9 @@
 """The same fine-tuning by solotune, torchtune and transformers, side by side.
 
     python benchmarks/peers.py --model models/SmolLM2-135M-Instruct --out docs/benchmarks/peers.md
+    python benchmarks/peers.py --method lora --model ... --out docs/benchmarks/peers.md
+
+The second trains an adapter, beside PEFT in transformers' Trainer. Each writes its own figures.
 
 Measures step times and memory peaks, and compares the losses. Each peer gets a fresh virtual
 environment from PyPI and trains through its own loop (benchmarks/peers/). The runs alternate, one
@@ -39,6 +42,7 @@ REQUIREMENTS = {
     "solotune": ("torch==2.13.0", "--editable", str(ROOT)),
     "torchtune": ("torch==2.13.0", "torchao==0.9.0", "torchtune==0.6.1"),
     "transformers": ("torch==2.13.0", "transformers==5.24.0", "accelerate==1.15.0"),
+    "peft": ("torch==2.13.0", "transformers==5.24.0", "accelerate==1.15.0", "peft==0.21.2"),
 }
 
 
@@ -49,18 +53,47 @@ class Peer:
     environment: str
     arguments: tuple[str, ...] = ()
     steps_file: str = "steps.jsonl"  # grows by a line a step while the run lasts
-    wanted_time: float | None = None  # at most this share of torchtune's eager step time
-    wanted_peak: float | None = None  # at most this share of torchtune's eager peak
+    wanted_time: float | None = None  # at most this share of the first reference's step time
+    wanted_peak: float | None = None  # at most this share of the first reference's peak
 
 
-PEERS = {
-    "solotune": Peer("solotune", ("compile=False",), "run/metrics.jsonl", 0.80, 0.85),
-    "solotune, compiled": Peer("solotune", ("compile=True",), "run/metrics.jsonl", 0.67, 0.85),
-    "torchtune": Peer("torchtune"),
-    "torchtune, compiled": Peer("torchtune", ("--compile",)),
-    "transformers": Peer("transformers"),
+@dataclass(frozen=True)
+class Method:
+    """What is trained, by whom, and whom the others are compared with."""
+
+    peers: dict[str, Peer]
+    references: tuple[str, ...]
+    settings: str  # what all of them were told, for the page
+    marker: str  # of its figures on the page
+
+
+LOG = "run/metrics.jsonl"
+METHODS = {
+    "full": Method(
+        {
+            "solotune": Peer("solotune", ("compile=False",), LOG, 0.80, 0.85),
+            "solotune, compiled": Peer("solotune", ("compile=True",), LOG, 0.67, 0.85),
+            "torchtune": Peer("torchtune"),
+            "torchtune, compiled": Peer("torchtune", ("--compile",)),
+            "transformers": Peer("transformers"),
+        },
+        references=("torchtune", "transformers"),
+        settings="fused torch.optim.AdamW at 2e-5",
+        marker="peers.py",
+    ),
+    "lora": Method(
+        {
+            "solotune": Peer("solotune", ("--lora", "compile=False"), LOG, 0.80, 0.90),
+            "solotune, compiled": Peer("solotune", ("--lora", "compile=True"), LOG, 0.80, 0.90),
+            "PEFT": Peer("peft", ("--lora",)),
+        },
+        references=("PEFT",),
+        settings="LoRA of rank 16 in fp32 on all linear layers of the blocks, fused "
+        "torch.optim.AdamW at 2e-4",
+        marker="peers.py --method lora",
+    ),
 }
-REFERENCES = ("torchtune", "transformers")
+DRIVER_OF = {"peft": "transformers"}  # environments that share another's driver
 
 
 @dataclass(frozen=True)
@@ -83,7 +116,7 @@ def main() -> None:
     options = parse_arguments()
     pythons = {
         name: make_environment(options.cache / name, REQUIREMENTS[name])
-        for name in environments(options.peers)
+        for name in environments(options)
     }
     scratch = options.cache / "runs"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -97,7 +130,8 @@ def main() -> None:
     for round_number in range(1, options.rounds + 1):
         for name in options.peers:
             out = scratch / f"{name.replace(', ', '_')}_{round_number}"
-            run = train(PEERS[name], pythons[PEERS[name].environment], packs, out, options)
+            peer = options.method.peers[name]
+            run = train(peer, pythons[peer.environment], packs, out, options)
             check_same_work(name, run, work)
             runs[name].append(run)
             print(
@@ -108,7 +142,7 @@ def main() -> None:
     text = report(options, runs, work)
     print(f"\n{text}")
     if options.out:
-        write_figures(options.out, text, script="peers.py")
+        write_figures(options.out, text, script=options.method.marker)
     gap = largest_loss_gap(runs, steps=COMPARED_STEPS)
     if gap > LOSS_TOLERANCE:
         sys.exit(f"error: the losses differ by {gap:.3f}: the peers did not do the same work")
@@ -124,22 +158,27 @@ def parse_arguments() -> argparse.Namespace:
     add("--warmup", type=int, default=4, help="first steps of a run, which are not timed")
     add("--rounds", type=int, default=3, help="runs of each peer, alternating")
     add("--threads", type=int, default=2)
-    add("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="which of them to run")
+    add("--method", choices=METHODS, default="full", help="train all weights, or an adapter")
+    add("--peers", nargs="+", help="which of the method's peers to run (default: all)")
     add("--cache", type=Path, default="~/.cache/solotune-peers", help="environments and runs")
     add("--packs", type=Path, help="a packs.npz of an earlier run, instead of making it anew")
     add("--out", type=Path, help="Markdown page whose figures are replaced, or which is made")
     options = parser.parse_args()
     if options.steps <= options.warmup:
         parser.error(f"--steps {options.steps} leaves nothing to time after {options.warmup}")
-    if not options.packs and "solotune" not in environments(options.peers):
+    options.method = METHODS[options.method]
+    options.peers = options.peers or list(options.method.peers)
+    if unknown := set(options.peers) - set(options.method.peers):
+        parser.error(f"--peers {unknown.pop()}: choose among {', '.join(options.method.peers)}")
+    if not options.packs and "solotune" not in environments(options):
         parser.error("solotune makes the work: name it among --peers, or give --packs")
     options.model, options.cache = options.model.resolve(), options.cache.expanduser().resolve()
     return options
 
 
-def environments(peers: list[str]) -> list[str]:
-    """The environments that these peers run in, in the order of REQUIREMENTS."""
-    needed = {PEERS[name].environment for name in peers}
+def environments(options: argparse.Namespace) -> list[str]:
+    """The environments that the peers run in, in the order of REQUIREMENTS."""
+    needed = {options.method.peers[name].environment for name in options.peers}
     return [name for name in REQUIREMENTS if name in needed]
 
 
@@ -175,7 +214,7 @@ def describe_packs(python: Path, packs: Path) -> list[dict]:
 def train(peer: Peer, python: Path, packs: Path, out: Path, options: argparse.Namespace) -> Run:
     """Run one peer once, watching its memory and its log from outside."""
     out.mkdir()
-    driver = DRIVERS / f"run_{peer.environment}.py"
+    driver = DRIVERS / f"run_{DRIVER_OF.get(peer.environment, peer.environment)}.py"
     command = [python, driver, packs.resolve(), options.model, out, *peer.arguments]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(options.threads),
@@ -270,7 +309,7 @@ def report(options: argparse.Namespace, runs: dict[str, list[Run]], work: list[d
     parts = [
         conditions(options),
         *([loud] if noise > NOISE_SHARE else []),
-        figures_table(runs, options.warmup),
+        figures_table(runs, options.method, options.warmup),
         f"Seconds a step, `logged` by the library itself and `seen` from outside between log "
         f"lines: medians of steps {options.warmup + 1} to {options.steps}, then of "
         f"{options.rounds} rounds. Peak: RssAnon. By round, with the share of the machine's CPU "
@@ -290,7 +329,7 @@ def conditions(options: argparse.Namespace) -> str:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    pins = (pin for name in environments(options.peers) for pin in REQUIREMENTS[name])
+    pins = (pin for name in environments(options) for pin in REQUIREMENTS[name])
     versions = ", ".join(dict.fromkeys(pin for pin in pins if "==" in pin))
     return "  \n".join(
         (
@@ -299,17 +338,17 @@ def conditions(options: argparse.Namespace) -> str:
             f"solotune at {commit or 'an unknown commit'}, {versions}, "
             f"Python {platform.python_version()}.",
             f"{options.model.name}, bf16, {BATCH_SIZE} x {ROW_LENGTH} tokens packed, full "
-            f"activation checkpointing, fused torch.optim.AdamW at 2e-5, {options.steps} steps.",
+            f"activation checkpointing, {options.method.settings}, {options.steps} steps.",
         )
     )
 
 
-def figures_table(runs: dict[str, list[Run]], warmup: int) -> str:
+def figures_table(runs: dict[str, list[Run]], method: Method, warmup: int) -> str:
     """Step times and peaks, and their ratios to the references."""
     median = statistics.median
     seconds = {n: median(run.step_seconds(warmup) for run in of) for n, of in runs.items()}
     peaks = {n: median(run.peak_bytes for run in of) / 2**30 for n, of in runs.items()}
-    references = [name for name in REFERENCES if name in runs]
+    references = [name for name in method.references if name in runs]
     header = ["", "logged s", "seen s", "peak GiB"]
     for what in ("time", "peak"):
         header += [f"{what} / {reference}" for reference in references] + ["wanted"]
@@ -317,7 +356,7 @@ def figures_table(runs: dict[str, list[Run]], warmup: int) -> str:
     for name, of_peer in runs.items():
         seen = median(s for run in of_peer for s in run.arrival_seconds[max(warmup - 1, 0) :])
         row = [name, f"{seconds[name]:.2f}", f"{seen:.2f}", f"{peaks[name]:.2f}"]
-        wanted = PEERS[name].wanted_time, PEERS[name].wanted_peak
+        wanted = method.peers[name].wanted_time, method.peers[name].wanted_peak
         for measured, limit in zip((seconds, peaks), wanted, strict=True):
             row += [f"{measured[name] / measured[reference]:.2f}" for reference in references]
             row.append(f"{limit:.2f}" if limit else "")

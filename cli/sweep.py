@@ -40,18 +40,7 @@ _OF_THE_SWEEP = ("output_dir", "resume_from_checkpoint", "overwrite")
 def main(words: list[str]) -> int:
     """Run a sweep; return 0, or 1 where a run failed, or what a signal asks for."""
     refuse_torchrun_flags(words)
-    parser = Parser(prog="tune sweep", description=HELP)
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe by name or path")
-    add_run_arguments(parser)
-    parser.add_argument("--random", type=int, metavar="N", help="N combinations, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument(
-        "--max-loss",
-        type=float,
-        metavar="LOSS",
-        help="a run diverges above it, instead of the rule",
-    )
-    options = parser.parse_intermixed_args(words)
+    options = _parse(words)
     recipe = find_recipe(options.recipe)
     schema = read_schema(recipe)
     if "output_dir" not in schema:
@@ -63,27 +52,18 @@ def main(words: list[str]) -> int:
     named, resume, fixed = _split(fixed, swept=[axis.key for axis in axes])
     if not axes:
         raise UsageError("nothing is swept: give a key several values, as optimizer.lr=1e-4,1e-5")
-    runs = (
-        grid(axes)
-        if options.random is None
-        else drawn(axes, count=options.random, seed=options.seed)
-    )
+    count, seed = options.random, options.seed
+    runs = grid(axes) if count is None else drawn(axes, count=count, seed=seed)
     about = {"recipe": options.recipe, "config": options.config, "fixed": fixed}
-    folder = SweepFolder(
-        named or default_folder(options.config, prefix="sweep-"), about, resume=resume
-    )
+    path = named or default_folder(options.config, prefix="sweep-")
+    folder = SweepFolder(path, about, resume=resume)
     folder.plan(axes, runs)
-    resolved = check_runs(
-        recipe,
-        options.config,
-        {
-            row.name: [*fixed, *row.words(), f"output_dir={folder.path / row.name}"]
-            for row in folder.rows
-        },
-        trust=options.trust,
-    )
+    overrides = {
+        row.name: [*fixed, *row.words(), f"output_dir={path / row.name}"] for row in folder.rows
+    }
+    resolved = check_runs(recipe, options.config, overrides, trust=options.trust)
     for row in folder.rows:
-        check_same(folder.path / row.name, resolved[row.name])
+        check_same(path / row.name, resolved[row.name])
     config = find_config(options.config) if options.config else None
     first = load(recipe, config, [*fixed, *folder.rows[0].words()], trust=options.trust)
     rule = Rule(options.max_loss, may_skip=first.values.get("on_nonfinite") == "skip")
@@ -104,6 +84,17 @@ def main(words: list[str]) -> int:
             print(f"[{number}/{len(folder.rows)}] {' '.join(row.words())}", flush=True)
             _run(row, folder, start, can_resume, rule=rule, signals=signals, lock=lock)
         return _end(folder, signals, shlex.join(again))
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="tune sweep", description=HELP)
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe by name or path")
+    add_run_arguments(parser)
+    add = parser.add_argument
+    add("--random", type=int, metavar="N", help="N combinations, drawn at random")
+    add("--seed", type=int, default=0, help="of the draw (default: 0)")
+    add("--max-loss", type=float, metavar="LOSS", help="above it a run has diverged")
+    return parser.parse_intermixed_args(words)
 
 
 def _split(fixed: Sequence[str], swept: Sequence[str]) -> tuple[Path | None, bool, list[str]]:
@@ -173,7 +164,7 @@ def _end(folder: SweepFolder, signals: Signals, again: str) -> int:
     hint = draw(folder.rows, folder.path / "sweep.png")
     print(f"\n{text_table(folder.table())}\n" + (f"{hint}\n" if hint else ""))
     over = sum(row.is_over for row in folder.rows)
-    if signals.first is not None:
+    if signals.first is not None and over < len(folder.rows):
         told = f"stopped by {signals.first.name}, {over} of {len(folder.rows)} runs are over"
         print(f"{told}; go on with: {again}")
         return 128 + signals.first

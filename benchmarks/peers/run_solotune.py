@@ -1,4 +1,4 @@
-"""solotune's recipe: `python run_solotune.py PACKS MODEL OUT [key=value ...]`.
+"""solotune's recipe: `python run_solotune.py PACKS MODEL OUT [--lora] [key=value ...]`.
 
 Its own command, `tune run`, runs in this process, so that the loader's batches can be noted on
 their way out. It makes them itself, from the same data set and seed as the shared packs; that they
@@ -31,15 +31,28 @@ def note_batches() -> list[str]:
     return seen
 
 
-def main(packs: str, model: str, out: str, *overrides: str) -> None:
+# What a method decides: all weights or an adapter, each at its usual rate.
+FULL = (
+    "full_finetune_single_device",
+    "--config=smollm2/135M_full_single_device",
+    "optimizer.lr=2e-5",
+)
+LORA = (
+    "lora_finetune_single_device",
+    "--config=smollm2/135M_lora_single_device",
+    "optimizer.lr=2e-4",
+)
+
+
+def main(packs: str, model: str, out: str, *words_given: str) -> None:
     """Train once over the packs in their order and leave steps.jsonl in `out`."""
+    overrides = [word for word in words_given if word != "--lora"]
     steps, batch_size, row_length = Packs.load(Path(packs)).tokens_NBS.shape
     run = Path(out) / "run"
     batches = note_batches()
     words = [
         "run",
-        "full_finetune_single_device",
-        "--config=smollm2/135M_full_single_device",
+        *(LORA if "--lora" in words_given else FULL),
         f"checkpoint_dir={model}",
         f"output_dir={run}",
         "dataset=solotune.data.pydoc_dataset",
@@ -52,7 +65,6 @@ def main(packs: str, model: str, out: str, *overrides: str) -> None:
         f"max_steps_per_epoch={steps}",
         "optimizer=torch.optim.AdamW",
         "optimizer.fused=True",
-        "optimizer.lr=2e-5",
         "optimizer.weight_decay=0",
         "lr_scheduler=null",
         "clip_grad_norm=null",

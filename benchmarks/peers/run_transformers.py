@@ -1,10 +1,12 @@
-"""transformers' own Trainer: `python run_transformers.py PACKS MODEL OUT`.
+"""transformers' own Trainer: `python run_transformers.py PACKS MODEL OUT [--lora]`.
+
+With --lora an adapter is trained that PEFT makes, in fp32 as it does by default.
 
 Positions that restart and no attention mask tell the model that a row is packed: it derives a
 block-diagonal causal mask for SDPA.
 """
 # pyright: reportMissingImports=false
-# transformers and accelerate live in an environment of their own.
+# transformers, accelerate and peft live in environments of their own.
 
 import sys
 import time
@@ -82,8 +84,23 @@ class LogSteps(TrainerCallback):
         self.since = now
 
 
-def main(packs: str, model: str, out: str) -> None:
+def adapted(model: nn.Module) -> nn.Module:
+    """Return the model with a LoRA of PEFT on all linear layers of its blocks."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    settings = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=16,
+        lora_alpha=32,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+    )
+    return get_peft_model(model, settings)  # pyright: ignore[reportArgumentType]
+
+
+def main(packs: str, model: str, out: str, *flags: str) -> None:
     """Train once over the packs in their order and leave steps.jsonl in `out`."""
+    is_lora = "--lora" in flags
     shared = Packs.load(Path(packs))
     arguments = TrainingArguments(
         output_dir=out,
@@ -95,7 +112,7 @@ def main(packs: str, model: str, out: str) -> None:
         activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": False},
         optim="adamw_torch_fused",
-        learning_rate=2e-5,
+        learning_rate=2e-4 if is_lora else 2e-5,
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=0.0,  # no clipping
@@ -104,13 +121,14 @@ def main(packs: str, model: str, out: str) -> None:
         report_to=[],
         seed=42,
     )
+    network = AutoModelForCausalLM.from_pretrained(
+        model,
+        dtype=torch.bfloat16,
+        attn_implementation="sdpa",
+        use_cache=False,  # with a cache the model does not look for packed rows
+    )
     Watched(
-        model=AutoModelForCausalLM.from_pretrained(
-            model,
-            dtype=torch.bfloat16,
-            attn_implementation="sdpa",
-            use_cache=False,  # with a cache the model does not look for packed rows
-        ),
+        model=adapted(network) if is_lora else network,
         args=arguments,
         train_dataset=PackedRows(shared),
         data_collator=default_data_collator,
