@@ -7,7 +7,7 @@ from solotune.config.conversion import Change, Conversion, convert
 from solotune.errors import UserError
 
 HELP = """\
-Write a config of torchtune's full fine-tuning on one device as one of solotune's.
+Write a config of torchtune's full fine-tuning, LoRA or QLoRA on one device as one of solotune's.
 
   tune convert-config theirs.yaml mine.yaml
   tune validate mine.yaml

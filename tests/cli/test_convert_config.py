@@ -11,7 +11,7 @@ import yaml
 from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
 from solotune.config import Component, ConfigError, find_recipe, load, read_schema, torchtune
 from solotune.config.conversion import convert
-from solotune.config.torchtune_recipes import FULL
+from solotune.config.torchtune_recipes import FULL, LORA
 
 SPEC = importlib.util.find_spec("torchtune")  # nothing of it is imported
 SITE = Path(SPEC.origin).parents[1] if SPEC and SPEC.origin else Path("torchtune-is-not-installed")
@@ -35,7 +35,11 @@ def registry() -> dict[str, str]:
 
 
 REGISTRY = registry()
-OURS = sorted(c for c, recipe in REGISTRY.items() if recipe == FULL and "vision" not in c)
+OURS = sorted(
+    config
+    for config, recipe in REGISTRY.items()
+    if recipe in (FULL, LORA) and "vision" not in config and not config.startswith("gemma/")
+)
 OTHERS = sorted(set(REGISTRY) - set(OURS))
 ONE_DEVICE = sorted(
     config
@@ -45,11 +49,11 @@ ONE_DEVICE = sorted(
 
 
 def test_torchtune_is_there_to_be_converted():
-    assert (len(OURS), len(OTHERS)) == (16, 139), "pip install torchtune==0.6.1"
+    assert (len(OURS), len(OTHERS)) == (51, 104), "pip install torchtune==0.6.1"
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_config_of_full_training_on_one_device_becomes_one_of_ours(
+def test_a_config_of_training_on_one_device_becomes_one_of_ours(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     monkeypatch.chdir(tmp_path)
@@ -58,12 +62,12 @@ def test_a_config_of_full_training_on_one_device_becomes_one_of_ours(
     assert main(["validate", "mine.yaml"]) == 0, capsys.readouterr().err
 
     theirs = yaml.safe_load((CONFIGS / name).read_text("utf-8"))
-    values = load(find_recipe(FULL), Path("mine.yaml")).values
+    values = load(find_recipe(REGISTRY[name]), Path("mine.yaml")).values
     for key in (
         "output_dir batch_size epochs max_steps_per_epoch gradient_accumulation_steps "
         "optimizer_in_bwd compile dtype device shuffle enable_activation_checkpointing"
     ).split():
-        assert values[key] == theirs[key], key
+        assert key not in theirs or values[key] == theirs[key], key
     assert values["clip_grad_norm"] == theirs.get("clip_grad_norm")
     assert values["enable_activation_offloading"] == theirs.get(
         "enable_activation_offloading", False
@@ -73,13 +77,15 @@ def test_a_config_of_full_training_on_one_device_becomes_one_of_ours(
     assert optimizer.arguments["lr"] == float(theirs["optimizer"]["lr"])
     folder = theirs["checkpointer"]["checkpoint_dir"].removesuffix("/original/")
     assert values["checkpoint_dir"] == folder
-    assert values["dataset"].arguments["packed"] is False
+    assert values["dataset"].arguments["packed"] == theirs["dataset"].get("packed", False)
     assert values["dataset"].arguments["train_on_input"] is True
     assert values["dataset"].arguments["source"] in ("tatsu-lab/alpaca", "yahma/alpaca-cleaned")
     assert values["val_fraction"] == 0
     assert "path" not in values["tokenizer"].arguments
     length = theirs["tokenizer"]["max_seq_len"]
     assert values["tokenizer"].arguments.get("max_seq_len") == length
+    if REGISTRY[name] == LORA:
+        check_adapter(values, theirs["model"])
     if "lr_scheduler" in theirs:
         assert values["lr_scheduler"] == Component(
             "solotune.training.cosine",
@@ -89,9 +95,27 @@ def test_a_config_of_full_training_on_one_device_becomes_one_of_ours(
         )
 
 
+def check_adapter(values: dict, model: dict) -> None:
+    path = model["_component_"]
+    adapter = values["adapter"].arguments
+    assert adapter["rank"] == model["lora_rank"]
+    assert adapter["alpha"] == model["lora_alpha"]
+    assert adapter.get("dora", False) == model.get("use_dora", False)
+    is_quantized = "qlora_" in path or model.get("quantize_base", False)
+    assert values["quantize_base"] == ("nf4" if is_quantized else None)
+    fused = ".phi" in path
+    wanted = {"o_proj", *(["qkv_proj"] if fused else ["q_proj", "v_proj"])}
+    if model["apply_lora_to_mlp"]:
+        wanted |= {"down_proj"} | ({"gate_up_proj"} if fused else {"gate_proj", "up_proj"})
+    if model.get("apply_lora_to_output"):
+        wanted.add("lm_head")
+    assert set(adapter["targets"]) >= wanted - {"o_proj"}
+    assert set(adapter["targets"]) <= wanted | {"k_proj"}
+
+
 WORDS = {
-    "lora_finetune_single_device": "LoRA",
-    "lora_finetune_distributed": "LoRA",
+    "lora_finetune_single_device": "Gemma 1",
+    "lora_finetune_distributed": "several devices",
     "lora_dpo_single_device": "DPO",
     "lora_dpo_distributed": "DPO",
     "full_dpo_distributed": "DPO",
@@ -112,7 +136,9 @@ def test_a_config_of_another_recipe_is_refused_by_its_kind(name: str):
     with pytest.raises(ConfigError) as error:
         convert(CONFIGS / name)
     word = WORDS.get(REGISTRY[name], "")
-    if "vision" in name and "lora" not in name and "generation" not in name:
+    if "gemma/" in name and "distributed" not in REGISTRY[name]:
+        word = "Gemma 1"
+    if "vision" in name and "generation" not in name:
         word = "evaluation" if "evaluation" in name else "multimodal training"
     assert word.lower() in str(error.value).lower(), error.value
     assert "\n" not in str(error.value)
@@ -127,7 +153,8 @@ def dotted(tree: dict, key: str = "") -> Iterator[tuple[str, object]]:
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
 def test_each_key_and_component_of_torchtune_has_a_word_for_it(name: str):
-    schemas = read_schema(find_recipe(FULL)) | read_schema(find_recipe("generate"))
+    recipes = [find_recipe(recipe) for recipe in (FULL, LORA, "generate")]
+    schemas = {key: field for recipe in recipes for key, field in read_schema(recipe).items()}
     ours = (
         *("_component_", "lr", "weight_decay", "fused", "source", "packed", "train_on_input"),
         *("split", "num_warmup_steps", "max_seq_len", "path", "wait_steps", "warmup_steps"),

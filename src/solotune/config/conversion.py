@@ -13,8 +13,9 @@ from solotune.config.nodes import Mapping, Node, Scalar, at, read_file, scalar_v
 from solotune.config.registry import find_recipe
 from solotune.config.schema import Schema, read_schema
 from solotune.config.torchtune import Here, component_here, key_here
+from solotune.config.torchtune_adapter import adapts, converted_adapter
 from solotune.config.torchtune_data import converted_dataset
-from solotune.config.torchtune_recipes import FULL, recipe_kind
+from solotune.config.torchtune_recipes import FULL, LORA, recipe_kind
 from solotune.errors import ConfigError
 
 _OLD_TORCHAO = "torchao.prototype.low_bit_optim."  # where its optimizers were
@@ -62,7 +63,7 @@ def convert(path: Path) -> Conversion:
     """Return the config of ours that trains as torchtune's at `path` does.
 
     Raises ConfigError, which names the kind of recipe, for a config that is not of full fine-tuning
-    on one device, and for a component without an equivalent.
+    or an adapter on one device, and for a component without an equivalent.
     """
     tree, faults = read_file(path)
     if faults:
@@ -74,8 +75,14 @@ def convert(path: Path) -> Conversion:
     resolved = copy.deepcopy(tree)
     unresolved = interpolate(resolved)
     found = Conversion(comments=read_comments(source))
-    found.items["recipe"] = Scalar(FULL)
-    schema = read_schema(find_recipe(FULL))
+    model = resolved.items.get("model")
+    recipe = LORA if adapts(model) else FULL
+    found.items["recipe"] = Scalar(recipe)
+    schema = read_schema(find_recipe(recipe))
+    if recipe == LORA and isinstance(model, Mapping):
+        found.items["adapter"], quantize_base = converted_adapter(found.note, model)
+        if quantize_base is not None:
+            found.add("quantize_base", quantize_base, "the blocks' matrices in 4 bits")
     for key, node in resolved.items.items():
         if key not in ("metric_logger", "profiler"):  # mostly dropped, with the faults in them
             faults += [why for place, why in unresolved.items() if place.split(".")[0] == key]
@@ -117,8 +124,8 @@ def _elsewhere(found: Conversion, key: str, node: Node, here: Here | None) -> No
     """Rename or drop a key that is not one of ours."""
     if here is None:
         found.note("lost", key, f"neither torchtune nor solotune knows it{at(node.where)}")
-    elif here.name is None or here.is_later:
-        found.note("dropped", key, here.why or f"{here.name} comes in a later version")
+    elif here.name is None:
+        found.note("dropped", key, here.why)
     elif "." in here.name:
         found.note("lost", key, f"set {here.name}")
     else:

@@ -1,7 +1,6 @@
 """What torchtune's keys and components are called here: the one table.
 
-Error messages read it, and so does the conversion of whole configs. A key that comes with a later
-version is marked so: nobody is sent to a key that is refused.
+Error messages read it, and so does the conversion of whole configs.
 """
 
 import fnmatch
@@ -13,23 +12,17 @@ class Here(NamedTuple):
 
     name: str | None
     why: str = ""
-    is_later: bool = False
 
     @property
     def repair(self) -> str:
         """What to do with the key, for an error message."""
         if self.name is None:
             return f"remove it: {self.why}"
-        later = " (in a later version)" if self.is_later else ""
-        return f"the key is {self.name}{later}{f': {self.why}' if self.why else ''}"
+        return f"the key is {self.name}{f': {self.why}' if self.why else ''}"
 
 
 def _gone(why: str) -> Here:
     return Here(None, why)
-
-
-def _later(name: str) -> Here:
-    return Here(name, is_later=True)
 
 
 _ONE_DEVICE = _gone("there is one device")
@@ -38,6 +31,7 @@ _WITH_THE_MODEL = _gone("the tokenizer is read from checkpoint_dir, or the folde
 _NO_PPO = _gone("there is no recipe for PPO yet")
 _NO_DISTILLATION = _gone("there is no recipe for distillation yet")
 _NO_PREFERENCE = _gone("there is no recipe for preference training yet")
+_TARGETS = Here("adapter.targets", "names of layers, as [q_proj, o_proj, lm_head], or all-linear")
 _NO_EVALUATION = _gone("evaluate the saved folder, final/, with lm-eval")
 
 # Keys that torchtune's configs hold and ours do not. A pattern covers all keys below a node.
@@ -82,15 +76,19 @@ KEYS = {
     "loss.num_output_chunks": Here("loss.chunk_tokens"),
     "num_output_chunks": Here("loss.chunk_tokens"),
     "low_cpu_ram": _gone("weights are streamed tensor by tensor"),
-    "lora_alpha": _later("adapter.alpha"),
-    "lora_rank": _later("adapter.rank"),
-    "model.apply_lora_to_*": _later("adapter.targets"),
-    "model.lora_alpha": _later("adapter.alpha"),
-    "model.lora_attn_modules": _later("adapter.targets"),
-    "model.lora_dropout": _later("adapter.dropout"),
-    "model.lora_rank": _later("adapter.rank"),
-    "model.quantize_base": _later("adapter.quantize_base"),
-    "model.use_dora": _later("adapter.dora"),
+    "lora_alpha": Here("adapter.alpha"),
+    "lora_attn_modules": _TARGETS,
+    "lora_dropout": Here("adapter.dropout"),
+    "lora_rank": Here("adapter.rank"),
+    "apply_lora_to_*": _TARGETS,
+    "model.apply_lora_to_*": _TARGETS,
+    "model.lora_alpha": Here("adapter.alpha"),
+    "model.lora_attn_modules": _TARGETS,
+    "model.lora_dropout": Here("adapter.dropout"),
+    "model.lora_rank": Here("adapter.rank"),
+    "model.quantize_base": Here("quantize_base", "nf4"),
+    "model.use_dora": Here("adapter.dora"),
+    "use_dora": Here("adapter.dora"),
     "model.image_size": _gone("images are not trained on"),
     "model.*_trainable": Here("trainable", "a pattern of parameter names"),
     "metric_logger.filename": _gone("the file is metrics.jsonl"),
@@ -102,7 +100,7 @@ KEYS = {
     "profiler.num_cycles": _gone("there is one cycle"),
     "profiler.output_dir": _gone("files stand in output_dir/profile"),
     "profiler.with_flops": _gone("the table holds times"),
-    "save_adapter_weights_only": _gone("adapters come in a later version"),
+    "save_adapter_weights_only": _gone("an adapter is saved alone; `tune merge` makes it a model"),
     "tokenizer.image_size": _gone("images are not trained on"),
     "tokenizer.merges_*": _WITH_THE_MODEL,
     "tokenizer.prompt_template": Here("tokenizer.chat_template"),
@@ -160,7 +158,9 @@ COMPONENTS = {
     "torchtune.models.*tokenizer": Here("solotune.tokenizers.auto"),
     "torchtune.models.gemma.*": _gone("Gemma 1 is not supported"),
     "torchtune.models.t5.*": _gone("only decoders are trained"),
-    "torchtune.models.*lora_*": Here("solotune.models.auto", "adapters come in a later version"),
+    "torchtune.models.*lora_*": Here(
+        "solotune.models.auto", "with recipe lora_finetune_single_device, whose node is adapter"
+    ),
     "torchtune.models.*": _AUTO,
     "torchtune.modules.loss.*kl*": _NO_DISTILLATION,
     "torchtune.modules.loss.*kd*": _NO_DISTILLATION,

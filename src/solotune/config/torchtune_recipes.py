@@ -7,6 +7,7 @@ from solotune.config.nodes import Mapping, Node, Scalar, Sequence
 from solotune.config.registry import recipes
 
 FULL = "full_finetune_single_device"  # torchtune's name and ours
+LORA = "lora_finetune_single_device"  # and this
 
 _LATER = "solotune has no such recipe yet"
 _DISTRIBUTED = "solotune trains on one: convert the single-device config of the model"
@@ -31,7 +32,6 @@ _KINDS: list[tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("multimodal training", "full_finetune", "only text models are trained", (), ("vision",)),
     ("quantization", "quantize", _LATER, ("quantizer",), ()),
-    ("LoRA", "lora_finetune", _LATER, ("lora_rank", "lora_attn_modules"), ("lora_",)),
     (
         "several devices",
         "full_finetune_distributed",
@@ -47,7 +47,10 @@ _COMMAND = re.compile(r"tune run\s+(?:--?\S+[ =]\S+\s+)*([\w/.-]+)\s+--config")
 
 
 def recipe_kind(tree: Mapping, text: str) -> str | None:
-    """Return what a config is for and what to do, None where it is full training on one device."""
+    """Return what a config is for and what to do, None where we have its recipe.
+
+    That is full training or an adapter, on one device.
+    """
     if "recipe" in tree.items:
         return "it names a recipe, so it is a config of solotune already"
     model = tree.items.get("model")
@@ -63,7 +66,7 @@ def recipe_kind(tree: Mapping, text: str) -> str | None:
         return "no training config of torchtune: it needs model, optimizer and dataset"
     if command.endswith("_distributed"):
         return f"a config of several devices (torchtune's {command}): {_DISTRIBUTED}"
-    if command != FULL and command not in recipes() and not command.endswith(".py"):
+    if command not in (FULL, LORA) and command not in recipes() and not command.endswith(".py"):
         return f"a config of torchtune's {command}: {_LATER}"
     return None
 
