@@ -107,6 +107,8 @@ class SweepFolder:
     def measure(self, row: Row) -> None:
         """Read what a run has logged."""
         row.numbers = measure(read_rows(self.path / row.name))
+        if row.status != DONE:  # its last validation may be the one before the first step
+            row.numbers["val_loss"] = None
 
     def write(self) -> None:
         """Write sweep.json, sweep.csv and sweep.md anew."""

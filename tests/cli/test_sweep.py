@@ -304,6 +304,7 @@ def test_a_sweep_runs_every_combination_and_compares_them(folder: Path, capsys):
         "peak_memory_gib": 2.0,
     }
     assert found["9 8"]["status"] == "diverged"
+    assert found["9 8"]["numbers"]["val_loss"] is None
     assert "above 6" in found["9 8"]["error"]
     with (out / "sweep.csv").open() as file:
         table = list(csv.DictReader(file))
