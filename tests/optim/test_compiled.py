@@ -81,7 +81,7 @@ def test_one_code_serves_all_sizes_rates_and_steps(monkeypatch, state: StateDtyp
     counter = CompileCounter()
     monkeypatch.setattr(compensated, "_COMPILED_PIECE_ON_CPU", 2**14)
     function = torch.compile(compensated._step_piece, dynamic=True, backend=counter)
-    monkeypatch.setattr(compensated, "_compiled", lambda: function)
+    monkeypatch.setattr(compensated, "_compiled", lambda format: function)
     shapes = [(64, 256), (128, 256), (300, 100), (256, 1024), (256, 1025)]
     weights = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
     optimizer = AdamWKahan(weights, state_dtype=state, compile=True)
@@ -96,7 +96,7 @@ def test_without_a_compiler_a_run_goes_on_and_says_so_once(monkeypatch, compile)
 
     torch._dynamo.reset()
     function = torch.compile(compensated._step_piece, dynamic=True, backend=broken)
-    monkeypatch.setattr(compensated, "_compiled", lambda: function)
+    monkeypatch.setattr(compensated, "_compiled", lambda format: function)
     monkeypatch.setattr(compensated, "_COMPILED_FROM", 1)
     made = []
     for wanted in (False, compile):
@@ -112,7 +112,7 @@ def test_without_a_compiler_a_run_goes_on_and_says_so_once(monkeypatch, compile)
 
 
 def test_small_models_are_not_compiled_unless_asked(monkeypatch) -> None:
-    def never() -> Any:
+    def never(format: str) -> Any:
         raise AssertionError("compiled")
 
     monkeypatch.setattr(compensated, "_compiled", never)

@@ -108,7 +108,9 @@ class LinearCrossEntropy(nn.Module):
         weight_VD = output.weight_VD if isinstance(output, AdaptedOutput) else output
         inputs = [hidden_TD, weight_VD, *factors]
         sum_dtype = weight_VD.dtype
-        if len(rows_T) != num_targets and weight_VD.is_leaf and weight_VD.requires_grad:
+        is_narrow = weight_VD.dtype.itemsize < torch.float32.itemsize
+        is_part = len(rows_T) != num_targets
+        if is_narrow and is_part and weight_VD.is_leaf and weight_VD.requires_grad:
             # One of several micro-batches: autograd would round each share, and their sum.
             sum_dtype, weight_VD.grad_dtype = torch.float32, None
         if not torch.is_grad_enabled():  # needs_input_grad does not know it

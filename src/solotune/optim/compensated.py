@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -100,7 +101,7 @@ class Compensated(Optimizer):
         weight, grad = parameter.detach().view(-1), grad.contiguous().view(-1)
         names = [name for name in state if name != "step"]
         kept = {name: state[name].view(-1) for name in names}
-        step_piece = self._step_piece_of(parameter, kept)
+        step_piece = self._step_piece_of(parameter, kept, group)
         pieces = _pieces(weight, by_block="exp_avg_scale" in kept, eager=step_piece is _step_piece)
         key = {"seed": group["seed"], "step": state["step"], "parameter": self._numbers[parameter]}
         keys = noise_keys(weight.device, starts=[piece.start for piece in pieces], **key)
@@ -141,7 +142,9 @@ class Compensated(Optimizer):
             )
             _step_piece(*args)
 
-    def _step_piece_of(self, parameter: Tensor, kept: dict[str, Tensor]) -> Callable[..., None]:
+    def _step_piece_of(
+        self, parameter: Tensor, kept: dict[str, Tensor], group: dict[str, Any]
+    ) -> Callable[..., None]:
         """Return the function that steps a parameter's pieces: compiled where that pays."""
         wanted = self._compile
         if is_in_torch_dispatch_mode():  # what watches operators is to see them
@@ -153,7 +156,9 @@ class Compensated(Optimizer):
             pays = device_kind(parameter) != "cpu" or not is_int16
             total = sum(p.numel() for p in self._numbers)
             wanted = pays and total >= _COMPILED_FROM
-        return _compiled() if wanted and parameter.dim() > 1 else _step_piece
+        if not wanted or parameter.dim() < 2:
+            return _step_piece
+        return _compiled(f"{type(self).__name__}_{group['residual']}_{group['state_dtype']}")
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         dtype = group["state_dtype"] if parameter.dim() > 1 else "fp32"
@@ -231,6 +236,10 @@ def _step_piece(
 
 
 @cache
-def _compiled() -> Callable[..., None]:
-    """Return the compiled function: one code for pieces of every size, one for each format."""
-    return torch.compile(_step_piece, dynamic=True)
+def _compiled(format: str) -> Callable[..., None]:
+    """Return the function compiled for a format: one code for pieces of every size.
+
+    A function of its own for each: torch compiles a function for 8 formats, and then no more.
+    """
+    code = _step_piece.__code__.replace(co_name=f"step_{format}")
+    return torch.compile(FunctionType(code, _step_piece.__globals__), dynamic=True)
