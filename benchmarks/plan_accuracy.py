@@ -3,8 +3,9 @@
     python benchmarks/plan_accuracy.py --out docs/benchmarks/plan_accuracy.md
 
 Each case is planned, and then two optimizer steps are made by the same functions of the recipe on
-random weights. On CPU the measured peak is that of the allocator's own events, from the first
-weight on; on a card `torch.cuda.max_memory_allocated`, with what the allocator reserved beside it.
+made-up weights. On CPU the measured peak is that of the allocator's own events, from the first
+weight on, with the files that torch maps (`optimizer_state=disk`); on a card
+`torch.cuda.max_memory_allocated`, with what the allocator reserved beside it.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def cases() -> list[Case]:
         f"{in_backward} gradient_accumulation_steps=4",
         f"{in_backward} gradient_accumulation_steps=2 resident_layers=4",
         f"{FUSED} optimizer_in_bwd=True gradient_accumulation_steps=2",
-        f"{FUSED} trainable=layers\\.(2[0-9])\\. {PLAIN}",
+        f"{FUSED} trainable=layers.2[0-9] {PLAIN}",
         f"{in_backward} dtype=fp32 {PLAIN}",
         f"{in_backward} dtype=fp32 autocast=True {PLAIN}",
         f"{kahan} {PLAIN}",
@@ -179,11 +180,11 @@ def run(case: Case, device: torch.device) -> tuple[int, dict[str, int], float]:
         start = time.perf_counter()
         planned = simulate(recipe, cfg, kind=device.type, work=work, folder=folder)
         seconds = time.perf_counter() - start
-        steps = (planned.first, planned.later[-1])
         if device.type == "cuda":
-            predicted = max(step.device.num_bytes for step in steps)
+            predicted = planned.most(lambda step: step.device.num_bytes)
         else:
-            predicted = max(planned.first.together, int(planned.at(lambda step: step.together)))
+            mapped = planned.peak(lambda step: step.disk).by_category["optimizer state"]
+            predicted = planned.most(lambda step: step.together) + mapped
         with peaks(device) as measured:
             train(recipe, cfg, work, device, folder)
     return predicted, measured, seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from solotune.config import located
+from solotune.config import located, resolved_yaml
 from solotune.config.command_line import Parser, load_arguments, refuse_torchrun_flags
 from solotune.errors import UsageError, UserError
 
@@ -19,7 +19,8 @@ from .validate import add_config_arguments, recipe_meant
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none
     from solotune.plan.budget import Budget
     from solotune.plan.device_profile import DeviceProfile
-    from solotune.plan.needs import Needs
+    from solotune.plan.needs import Needs, Planned
+    from solotune.plan.search import Found
 
 HELP = """\
 Say what a run needs: memory of device and host, disk, and where a device is named its time. Nothing
@@ -69,23 +70,62 @@ def add_plan_arguments(parser: Parser) -> None:
 def _plan(module: ModuleType, cfg: Any, recipe: Path, options: argparse.Namespace) -> int:
     from solotune.plan import inputs, show
     from solotune.plan.needs import needs_of
+    from solotune.plan.search import Search
 
     inputs.check_recipe(module, recipe.stem)
     profile = _profile(options)
     kind = "cpu" if "cpu" in (cfg.device, profile and profile.kind) else "cuda"
     budget = _budget(options, kind)
     with inputs.sizes_of(cfg, options.config) as (folder, facts):
-        work, more = inputs.work_of(cfg)
-        planned = needs_of(module, cfg, kind=kind, folder=folder, work=work)
-    facts += more
+
+        def plan(cfg: Any) -> "Planned":
+            return needs_of(module, cfg, kind=kind, folder=folder, work=inputs.work_of(cfg)[0])
+
+        planned = plan(cfg)
+        facts += inputs.work_of(cfg)[1]
+        found = None
+        if budget.is_set:
+            print("looking for the fastest that fits:", file=sys.stderr)
+            found = Search(
+                cfg,
+                plan=plan,
+                validate=module.validate,
+                budget=budget,
+                profile=profile,
+                blocks=planned.simulated.blocks,
+                tell=lambda line: print(line, file=sys.stderr, flush=True),
+            ).run()
     if options.json:
-        print(json.dumps(show.as_json(planned, budget, profile, assumed=facts)))
+        one = show.as_json(planned, budget, profile, assumed=facts)
+        found_json = {"found": show.found_as_json(found, cfg)} if found else {}
+        print(json.dumps(one | found_json))
     else:
         print("\n".join(show.lines(planned, budget, profile, assumed=facts)))
-    name = options.config or recipe.stem
+        if found:
+            print("\n".join(["", *show.found_lines(found, cfg, budget)]))
+    plans = {options.config or recipe.stem: planned.needs}
+    if found and found.best.fits:
+        plans["the fastest that fits"] = found.best.planned.needs
     if options.plot:
-        _draw({name: planned.needs}, budget, options)
-    return 1 if budget.faults(planned.needs) else 0
+        _draw(plans, budget, options)
+    if options.write:
+        _write(cfg, found, options)
+    return 0 if found is None or found.best.fits else 1
+
+
+def _write(cfg: Any, found: "Found | None", options: argparse.Namespace) -> None:
+    """Write the configuration that was found as a YAML file of its own."""
+    from solotune.plan.search import changed
+
+    if found is None:
+        raise UsageError("--write: say what there is, --vram 16GiB --ram 32GiB")
+    if not found.best.fits:
+        raise UserError(f"--write {options.write}: nothing fits, so nothing was written")
+    if options.write.exists():
+        raise UserError(f"--write {options.write} exists: name another file")
+    text = resolved_yaml(changed(cfg, found.best.values))
+    options.write.write_text(text, encoding="utf-8")
+    print(f"{options.write}: use it with --config {options.write}", file=sys.stderr)
 
 
 def _profile(options: argparse.Namespace) -> "DeviceProfile | None":

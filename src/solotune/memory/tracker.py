@@ -66,12 +66,13 @@ class MemoryTracker:
         self._undo = ExitStack()
 
     def __enter__(self) -> "MemoryTracker":
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
+        self._parameters = list(self.model.parameters())  # a walk over all modules is slow
+        for tensor in (*self._parameters, *self.model.buffers()):
             self._mark(tensor, "weights")
         if self.host.weights is not None:
             for tensor, place in self.host.weights.memory():
                 self._mark(tensor, "weights", place)
-        self._mark_gradients(self.model.parameters())
+        self._mark_gradients(self._parameters)
         self._mark_state()
         for module in (*self.model.blocks, self.model.norm, self.loss_fn):
             enter = partial(self._enter, "loss" if module is self.loss_fn else "forward")
@@ -92,7 +93,7 @@ class MemoryTracker:
 
     def __exit__(self, *error: Any) -> None:
         self._undo.close()
-        self._mark_gradients(self.model.parameters())
+        self._mark_gradients(self._parameters)
         self._mark_state()
         self._ends.clear()
 
@@ -225,7 +226,7 @@ class MemoryTracker:
         return buffer
 
     def _take_buffer(self, place: str, take: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        self._mark_gradients(self.model.parameters())  # of which it may be one
+        self._mark_gradients(self._parameters)  # of which it may be one
         (source,), buffer = self.see(like, is_new=False), take(like)
         (life,) = self.see(buffer, is_new=True)
         if life.place == place and life.source is not None:  # used again: for something else

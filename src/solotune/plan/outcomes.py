@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _DEVICE = torch.device("cpu")
+_KNOWN: dict[Any, Any] = {}  # shapes alone, so that a search of many plans learns them once
 _TENSORS = (FakeTensor, Tensor, nn.Parameter)
 
 
@@ -31,7 +32,7 @@ class Outcomes:
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self.fake = fake
-        self._known: dict[Any, Any] = {}
+        self._known = _KNOWN
 
     def kind(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what calls with results of the same shapes have in common; None: unknown."""

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from solotune.memory.report import COLORS
-from solotune.plan.budget import Budget
+from solotune.plan.budget import MARGIN, Budget
 from solotune.plan.device_profile import DeviceProfile
 from solotune.plan.needs import GIB, Needs, Planned
+from solotune.plan.search import LABELS, Candidate, Found, overrides
 
 _NAMES = {"logits": "logits and loss", "context": "context and holes"}
 _COLORS = COLORS | {"workspace": "#4d4d4d", "context": "#d0d0d0"}  # and holes in between
@@ -85,6 +86,71 @@ def as_json(
             "tokens_per_second": needs.tokens / seconds,
         }
     return found
+
+
+def found_lines(found: Found, cfg: Any, budget: Budget) -> list[str]:
+    """Return the printed lines of a search."""
+    best = found.best
+    words = list(overrides(cfg, best.values))
+    if not best.fits:
+        faults = "; ".join(budget.faults(best.planned.needs, margin=MARGIN))
+        return [
+            f"none of {found.tried} configurations fits with {MARGIN:.0%} to spare; the closest:",
+            *(f"  {word}" for word in words),
+            f"  {faults}",
+            "take a smaller model, fewer tokens (tokenizer.max_seq_len), or train an adapter: "
+            "tune plan lora_finetune_single_device ...",
+        ]
+    found_text = [
+        f"the fastest of {found.tried} configurations that fits, with {MARGIN:.0%} to spare:"
+    ]
+    if not words:
+        found_text = [f"{found_text[0]} the given one"]
+    for word in words:
+        key = word.partition("=")[0].partition(".")[0]
+        line = f"  {word:<40}{LABELS.get(key, '')}"
+        if key in found.without:
+            line += f"; without it {_sizes(found.without[key].planned.needs)}"
+        found_text.append(line)
+    found_text.append(f"  {_sizes(best.planned.needs)}{_time(best)}")
+    if found.runner_up is not None:
+        other = " ".join(overrides(cfg, found.runner_up.values)) or "as it is"
+        needs = found.runner_up.planned.needs
+        found_text += ["runner-up:", f"  {other}", f"  {_sizes(needs)}{_time(found.runner_up)}"]
+    return found_text
+
+
+def found_as_json(found: Found, cfg: Any) -> dict[str, Any]:
+    """Return the result of a search as one object."""
+
+    def one(candidate: Candidate | None) -> dict[str, Any] | None:
+        if candidate is None:
+            return None
+        needs = candidate.planned.needs
+        return {
+            "overrides": list(overrides(cfg, candidate.values)),
+            "fits": candidate.fits,
+            "reserved": needs.reserved,
+            "host_total": needs.host_total,
+            "disk_total": needs.disk_total,
+            "seconds_per_step": candidate.seconds,
+        }
+
+    without = {key: one(candidate) for key, candidate in found.without.items()}
+    best, runner_up = one(found.best), one(found.runner_up)
+    return {"best": best, "runner_up": runner_up, "without": without, "tried": found.tried}
+
+
+def _sizes(needs: Needs) -> str:
+    device = needs.reserved if needs.kind != "cpu" else needs.peak
+    return f"{device / GIB:.1f} GiB of the device, {needs.host_total / GIB:.1f} of the host"
+
+
+def _time(candidate: Candidate) -> str:
+    if candidate.seconds is None:
+        return ""
+    tokens = candidate.planned.needs.tokens
+    return f", {tokens / candidate.seconds:,.0f} tokens/s at best"
 
 
 def draw(plans: dict[str, Needs], path: Path, *, budget: Budget, title: str) -> None:

@@ -90,6 +90,7 @@ class Simulated:
     micro_batches: int  # of a step of the run
     first: Step  # makes the optimizer's state
     later: tuple[Step, ...]  # with the run's micro-batches, or with two and with three of them
+    blocks: int
     parameters: int
     trained: int  # of them
     weight_bytes: int
@@ -160,6 +161,7 @@ def simulate(recipe: ModuleType, cfg: Any, *, kind: str, work: Work, folder: Pat
             micro_batches=count,
             first=steps[0],
             later=tuple(steps[1:]),
+            blocks=len(model.blocks),
             parameters=sum(p.numel() for p in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             weight_bytes=sum(p.nbytes for p in model.parameters()),
