@@ -4,7 +4,7 @@
 
 Steps matrices of one block of a 1B model. Bytes are those of the tensors that live between two
 steps; times are medians over rounds in which every optimizer steps once, by torch's fused AdamW on
-bf16 weights.
+bf16 weights. The first step, which compiles, does not count.
 """
 
 import argparse
