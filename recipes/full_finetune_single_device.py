@@ -50,6 +50,7 @@ from solotune.memory import (
 )
 from solotune.models import Decoder
 from solotune.optim import decay_groups
+from solotune.plan import plan_run
 from solotune.training import (
     Progress,
     RunLog,
@@ -60,7 +61,6 @@ from solotune.training import (
     check_weights,
     clip_grad_norm,
     constant,
-    describe_device,
     freeze,
     is_due,
     parameter_lines,
@@ -103,6 +103,7 @@ class Config:
     optimizer_in_bwd: bool = False  # step inside backward: one block's gradients are alive
     optimizer_state: Literal["device", "host", "disk"] = "device"  # where it is between steps
     resident_layers: int | None = None  # blocks that stay on the device; the others are streamed
+    plan: bool = True  # say what the run needs, and refuse one that cannot fit, before weights
     log_memory: bool = False  # what the peak is made of, and memory.png; tracked steps are slow
 
     # optimization
@@ -293,6 +294,7 @@ def main(cfg: Config) -> int:
     model = setup_model(cfg, checkpoint.checkpoint_dir, dtype)
     tokenizer = cfg.tokenizer.build(checkpoint_dir=checkpoint.checkpoint_dir)
     loader, loader_val, data_facts = setup_data(cfg, tokenizer, model)
+    plan = plan_run(globals(), cfg, device, loader, folder=checkpoint.checkpoint_dir)
     accumulation = cfg.gradient_accumulation_steps
     all_steps = math.ceil(len(loader) / accumulation)
     steps_per_epoch = min(all_steps, cfg.max_steps_per_epoch or all_steps)
@@ -323,11 +325,10 @@ def main(cfg: Config) -> int:
         every=cfg.log_every_n_steps,
         logger=logger,
         profiler=profiler,
+        plan=plan,
     )
     log.write_run(data=progress.data)
     log.facts(
-        f"output: {output_dir}",
-        f"device: {describe_device(device)}",
         *([LAYER_MAJOR_FACT] if layer_major(cfg) else []),
         *resume_lines(resume, resumed_from, device),
         *loaded.lines(),

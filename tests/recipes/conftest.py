@@ -112,6 +112,7 @@ def basics(model: Path, chats: Path, *, recipe: Path | None = None, **changes: o
         "epochs": 1,
         "max_steps_per_epoch": 3,
         "batch_size": 1,
+        "plan": False,  # costs a second; tests of it are in tests/plan
         **changes,
     }
     return [f"{key}={value}" for key, value in values.items()]

@@ -41,7 +41,6 @@ from solotune.config.suggest import suggest
 from solotune.errors import ConfigError, UserError
 
 ConfigClass = TypeVar("ConfigClass")
-_LATER = ("plan",)  # keys of versions to come
 _STAMP = re.compile(r"# solotune \S+ (\S+) sha256:")
 _KEY_OF_A_FAULT = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*)(?:=|: )")
 
@@ -189,8 +188,6 @@ def _unknown_keys(tree: Mapping, schema: Schema) -> list[str]:
         repairs = {key: torchtune.equivalent_key(key) for key in [name, *below]}
         repair = repairs.pop(name)
         fault = f"unknown key{repair or suggest(name, known)}"
-        if name in _LATER:
-            fault = "not in this version: remove the key"
         faults.append(f"{name}: {fault}{at(node.where)}")
         faults += [
             f"{key}: unknown key{why}" for key, why in repairs.items() if why not in ("", repair)

@@ -9,7 +9,7 @@ import torch
 
 from solotune.errors import ConfigError
 from solotune.plan.device_profile import host_bytes
-from solotune.plan.needs import GIB, Needs
+from solotune.plan.needs import CONTEXT, GIB, Needs
 
 # A plan is trusted to this: predicted peaks are within 1 % of measured ones, but the order of what
 # is freed on side streams is a card's own.
@@ -73,11 +73,9 @@ def parse_size(text: str, *, flag: str) -> int:
 
 
 def free_of_device(device: torch.device) -> int:
-    """Return what a run may take of a card, its context among it: what is free."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
-    return free_of_host()
+    """Return what a run may take of a card: what is free, and the context that asking has made."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + CONTEXT
 
 
 def free_of_host() -> int:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from solotune.plan.device_profile import DeviceProfile
@@ -52,7 +51,7 @@ class Needs:
         return sum(self.disk.values())
 
 
-def needs_of(recipe: ModuleType, cfg: Any, *, kind: str, folder: Path, work: Work) -> "Planned":
+def needs_of(recipe: Any, cfg: Any, *, kind: str, folder: Path, work: Work) -> "Planned":
     """Return what a run of a recipe under a config needs, on a device of `kind`.
 
     `folder` is the model folder, of which config.json alone is read.

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ class Simulated:
         return Peak(sum(parts.values()), last.phase, parts, parts)
 
 
-def simulate(recipe: ModuleType, cfg: Any, *, kind: str, work: Work, folder: Path) -> Simulated:
+def simulate(recipe: Any, cfg: Any, *, kind: str, work: Work, folder: Path) -> Simulated:
     """Return what a recipe's steps need under a config, on a device of `kind`: cuda or cpu.
 
     `folder` is the model folder, of which config.json alone is read.
@@ -131,7 +130,8 @@ def simulate(recipe: ModuleType, cfg: Any, *, kind: str, work: Work, folder: Pat
         with fake:
             fill_parameters(model, lambda p: torch.empty(p.shape, dtype=p.dtype))
 
-    with standing_for(kind), tempfile.TemporaryDirectory() as output_dir:
+    fork = torch.random.fork_rng(devices=[])  # a run that was planned draws the same numbers
+    with fork, standing_for(kind), tempfile.TemporaryDirectory() as output_dir:
         training = Training(
             recipe,
             cfg,

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ class Training:
 
     def __init__(
         self,
-        recipe: ModuleType,
+        recipe: Any,
         cfg: Any,
         *,
         device: torch.device,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -21,6 +21,7 @@ from solotune.checkpoint.training_state import package_version
 from solotune.config.run_folder import default_folder, make_unused
 from solotune.data import Batch
 from solotune.errors import ConfigError
+from solotune.training.device import describe_device
 from solotune.training.metric_loggers import MetricLogger
 from solotune.training.profiling import StepProfiler
 
@@ -90,6 +91,14 @@ def remove_run(folder: Path) -> None:
             shutil.rmtree(path)
 
 
+class Plan(Protocol):
+    """What a run was expected to need."""
+
+    @property
+    def predicted_bytes(self) -> int: ...
+    def lines(self) -> list[str]: ...
+
+
 class RunLog:
     """Terminal and files of one run.
 
@@ -109,6 +118,7 @@ class RunLog:
         every: int = 1,
         logger: MetricLogger | None = None,
         profiler: StepProfiler | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.output_dir = output_dir
         self._device, self._every = device, every
@@ -122,6 +132,9 @@ class RunLog:
         write_text(self._metrics, "".join(kept if first_step else []))
         if logger is not None:
             logger.start(output_dir, first_step=first_step)
+        self._plan = plan
+        self.facts(f"output: {output_dir}", f"device: {describe_device(device)}")
+        self.facts(*(plan.lines() if plan else []))
 
     def _lines(self) -> list[str]:
         """Return the whole lines of an earlier part of the run; a kill may have cut the last."""
@@ -157,7 +170,7 @@ class RunLog:
         """Show the progress bar while inside, where stderr is a terminal; start the clock."""
         terminal = sys.stderr.isatty()
         self._total = total_steps
-        self._since, self._tokens, self._steps = time.perf_counter(), 0, 0
+        self._since, self._tokens, self._steps, self._steps_made = time.perf_counter(), 0, 0, 0
         bar = tqdm(
             total=total_steps,
             initial=first_step,
@@ -168,8 +181,21 @@ class RunLog:
         profiled = self._profiler.running(self.output_dir) if self._profiler else nullcontext()
         with bar as self._bar, profiled:
             yield
+        self._compare_plan(first_step + self._steps_made)
         if self._logger is not None:
             self._logger.close()
+
+    def _compare_plan(self, step: int) -> None:
+        """Tell what was planned beside what was measured."""
+        if self._plan is None or not self._steps_made:
+            return
+        planned, measured = self._plan.predicted_bytes, peak_bytes(self._device)
+        self.facts(
+            f"memory: planned {planned / 2**30:.2f} GiB, measured {measured / 2**30:.2f} GiB "
+            f"({100 * (planned / measured - 1):+.1f} %)"
+        )
+        sizes = {"planned_peak_gib": planned, "measured_peak_gib": measured}
+        self.write({"step": step} | {key: round(size / 2**30, 3) for key, size in sizes.items()})
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -188,6 +214,7 @@ class RunLog:
             self.facts(f"warning: step {step} has no target and changed nothing")
         self._tokens += sum(batch.num_tokens for batch in group)
         self._steps += 1
+        self._steps_made += 1
         self._bar.update()
         if self._profiler is not None:
             self._profiler.step()

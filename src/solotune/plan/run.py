@@ -1,0 +1,83 @@
+"""The plan that a run makes of itself: a prediction to compare with, and a refusal in time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from solotune.data import Loader
+from solotune.errors import UserError
+from solotune.plan.budget import Budget, free_of_device, free_of_host
+from solotune.plan.needs import GIB, PROCESS, Needs, needs_of
+from solotune.plan.simulate import Work
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is expected of a run's memory."""
+
+    needs: Needs
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What the run measures as its peak: on a card the allocator's, on CPU the process's."""
+        return self.needs.host_total if self.needs.kind == "cpu" else self.needs.peak
+
+    def lines(self) -> list[str]:
+        """Return the printed lines."""
+        needs = self.needs
+        parts = ", ".join(
+            f"{name} {size / GIB:.2f}" for name, size in needs.device.items() if size >= GIB // 100
+        )
+        bound = "at most " if needs.is_upper_bound else ""
+        found = f"plan: {bound}{self.predicted_bytes / GIB:.2f} GiB at the peak, in {needs.phase}"
+        if needs.kind != "cpu":
+            found += f", {needs.host_total / GIB:.2f} GiB of host memory"
+        return [found + (f" ({parts})" if parts else "")]
+
+
+def plan_run(
+    recipe: Mapping[str, Any], cfg: Any, device: torch.device, loader: Loader, *, folder: Path
+) -> RunPlan | None:
+    """Return what a run is expected to need; None where `plan` is off or the recipe has no plan.
+
+    `recipe` holds the functions of the recipe, by name. Raises UserError where the run cannot fit.
+    """
+    if not cfg.plan:
+        return None
+    try:
+        work = largest_work(loader)
+        needs = needs_of(
+            SimpleNamespace(**recipe), cfg, kind=device.type, folder=folder, work=work
+        ).needs
+    except UserError:
+        raise
+    except Exception as error:  # a copied recipe may do what no fake tensor can; it still runs
+        reason = str(error).partition("\n")[0]
+        print(f"plan: none of this recipe ({type(error).__name__}: {reason}); plan=False omits it")
+        return None
+    if faults := _budget(device).faults(needs):
+        raise UserError(
+            f"plan: the run does not fit {device}: {'; '.join(faults)}: `tune plan ... --vram auto "
+            "--ram auto` looks for a configuration that does, plan=False runs it anyhow"
+        )
+    return RunPlan(needs)
+
+
+def largest_work(loader: Loader) -> Work:
+    """Return the shape of a loader's first batch, which is the one that needs most memory."""
+    batch = next(iter(loader.epoch(0)))
+    lengths = tuple(tuple(n for n in row if n) for row in batch.host_segments_BM.tolist())
+    rows, tokens = batch.tokens_BS.shape
+    return Work(rows, tokens, lengths, batch.num_targets)
+
+
+def _budget(device: torch.device) -> Budget:
+    """Return what is free; this process's own part is there already."""
+    host = free_of_host() + PROCESS["cpu"]
+    if device.type == "cpu":
+        return Budget(host=host)
+    return Budget(device=free_of_device(device) if device.type == "cuda" else None, host=host)
