@@ -3,25 +3,32 @@
 Shapes: B rows, S tokens, V vocabulary.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from solotune.adapters import LoRA, adapter_parameters, initialize, inject
 from solotune.checkpoint import load_weights
 from solotune.checkpoint.adapter import adapter_sources, write_adapter
 from solotune.checkpoint.base_model import fingerprint
+from solotune.checkpoint.merge import merge
 from solotune.models import auto
 
 from .peft_oracle import (
     adapted_model,
     distance,
+    hf_model,
     make_adapter,
     our_logits,
     peft_logits,
+    tokens,
+    transformers,
 )
 
 Make = Callable[..., Path]
@@ -56,7 +63,13 @@ def test_an_adapter_of_peft_gives_its_logits(
     assert distance(our_logits(adapted_model(base, adapter)), wanted) < 1e-5
 
 
-def write_ours(base: Path, folder: Path, lora: LoRA, *, scale: float = 0.3) -> Path:
+def weights(folder: Path) -> dict[str, Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def write_ours(
+    base: Path, folder: Path, lora: LoRA, *, scale: float = 0.3, multimodal: bool = False
+) -> Path:
     """Write an adapter with random numbers, as a run would."""
     with torch.device("meta"):
         model = auto(base)
@@ -71,11 +84,11 @@ def write_ours(base: Path, folder: Path, lora: LoRA, *, scale: float = 0.3) -> P
     write_adapter(
         folder,
         model,
-        adapter_sources(model, multimodal=False),
+        adapter_sources(model, multimodal=multimodal),
         lora=lora,
         base=str(base),
         base_fingerprint=fingerprint(base),
-        multimodal=False,
+        multimodal=multimodal,
     )
     return folder
 
@@ -99,3 +112,57 @@ def test_an_adapter_of_ours_opens_in_peft(
     adapter = write_ours(base, tmp_path / "adapter", LoRA(rank=6, alpha=9, **settings))
     ours = our_logits(adapted_model(base, adapter))
     assert distance(ours, peft_logits(base, adapter)) < 1e-5
+
+
+@pytest.mark.slow
+def test_smollm2_with_an_adapter_gives_the_logits_of_peft(
+    smollm2_dir: Path, tmp_path: Path
+) -> None:
+    lora = LoRA(rank=8, targets=["q_proj", "v_proj", "lm_head"], dora=True)
+    adapter = write_ours(smollm2_dir, tmp_path / "adapter", lora, scale=0.02)
+    ours = our_logits(adapted_model(smollm2_dir, adapter))
+    assert distance(ours, peft_logits(smollm2_dir, adapter)) < 1e-4  # 30 layers in fp32
+
+
+def test_an_adapter_of_a_text_tower_opens_over_the_multimodal_model(tmp_path: Path) -> None:
+    """Gemma 3: other names in transformers, and a scaled embedding."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 260,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=sizes, vision_config=vision, mm_tokens_per_image=4
+    )
+    torch.manual_seed(0)
+    base = tmp_path / "base"
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(base)
+    lora = LoRA(rank=4, alpha=8, targets=["all-linear", "embed_tokens"])
+    adapter = write_ours(base, tmp_path / "adapter", lora, multimodal=True)
+    names = load_file(adapter / "adapter_model.safetensors")
+    assert all(".model.language_model." in name for name in names)
+    targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert all("language_model" in target for target in targets), (
+        "the vision tower has a q_proj too"
+    )
+    ours = our_logits(adapted_model(base, adapter))
+    assert distance(ours, peft_logits(base, adapter)) < 1e-5
+    merge(base, adapter, tmp_path / "merged")
+    with torch.no_grad():
+        merged = hf_model(tmp_path / "merged")(tokens()).logits
+    assert distance(merged, ours) < 1e-5
+    old, new = weights(base), weights(tmp_path / "merged")
+    assert new.keys() - old.keys() == {"lm_head.weight"}
+    assert all(torch.equal(new[n], old[n]) for n in old if "vision" in n)

@@ -178,9 +178,11 @@ def test_training_goes_on_from_an_adapter_in_another_folder(
     run = Run(base, tmp_path / "first").begin()
     trained = run.train(2)
     run.save()
-    again = Run(base, tmp_path / "second", LoRA(source=tmp_path / "first", dtype="bf16")).begin()
+    again = Run(
+        base, tmp_path / "second", LoRA(source=str(tmp_path / "first"), dtype="bf16")
+    ).begin()
     assert (again.lora.rank, again.lora.alpha, again.lora.dora) == (4, 8, True)
     for name, parameter in adapter_parameters(again.model).items():
         assert torch.equal(parameter, trained[name].to(parameter.dtype)), name
     with pytest.raises(ConfigError, match=r"adapter.rank=5 has no effect beside adapter.source"):
-        Run(base, tmp_path / "third", LoRA(source=tmp_path / "first", rank=5))
+        Run(base, tmp_path / "third", LoRA(source=str(tmp_path / "first"), rank=5))

@@ -175,7 +175,8 @@ def write_adapter(
         layers[_hf_name(name, multimodal)] = (down.size(0), layer.scaling)
     config = written_config(
         layers,
-        candidates=[_hf_name(name, multimodal) for name in adaptable_layers(model)],
+        # The vision tower has layers of the same short names, which this model does not know.
+        candidates=() if multimodal else [_hf_name(n, False) for n in adaptable_layers(model)],
         base=base,
         lora=lora,
     )

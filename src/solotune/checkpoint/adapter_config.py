@@ -214,7 +214,7 @@ class _Reader:
 
     def text(self, name: str) -> str | None:
         value = self.fields.get(name)
-        if value is not None and not isinstance(value, str):
+        if value is not None and (not isinstance(value, str) or "\0" in value):
             self.refuse(name, "a text is needed")
         return value or None
 
