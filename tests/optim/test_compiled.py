@@ -98,6 +98,7 @@ def test_without_a_compiler_a_run_goes_on_and_says_so_once(monkeypatch, compile)
     function = torch.compile(compensated._step_piece, dynamic=True, backend=broken)
     monkeypatch.setattr(compensated, "_compiled", lambda format: function)
     monkeypatch.setattr(compensated, "_COMPILED_FROM", 1)
+    monkeypatch.setattr(compensated, "_COMPILED_PIECE_ON_CPU", 2**14)  # several of a matrix
     made = []
     for wanted in (False, compile):
         weights = parameters(torch.bfloat16)

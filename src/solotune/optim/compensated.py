@@ -121,8 +121,8 @@ class Compensated(Optimizer):
                 numbers,
                 self.update_,
             )
-            whole = piece.stop - piece.start > BLOCK  # a rest is not worth a kernel
-            self._run(step_piece if whole else _step_piece, args)
+            by_kernel = self._compile is not False and piece.stop - piece.start > BLOCK
+            self._run(step_piece if by_kernel else _step_piece, args)
 
     def _run(self, step_piece: Callable[..., None], args: tuple[Any, ...]) -> None:
         if step_piece is _step_piece:
