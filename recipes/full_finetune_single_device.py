@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from solotune.checkpoint import Checkpointer, resume_lines
-from solotune.config import Component, ConfigError, origin, resolved_yaml, run_recipe
+from solotune.config import Component, origin, resolved_yaml, run_recipe
 from solotune.data import Batch, Loader, accumulation_groups, make_loader, split_validation
 from solotune.memory import (
     LAYER_MAJOR_FACT,
@@ -58,6 +58,7 @@ from solotune.training import (
     autocast_to_bf16,
     check_finite,
     check_positive,
+    check_validation,
     check_weights,
     clip_grad_norm,
     constant,
@@ -140,10 +141,7 @@ def validate(cfg: Config) -> None:
         "keep_last_n_checkpoints",
     )
     check_memory_keys(memory_keys(cfg))
-    if cfg.early_stopping_patience and not (cfg.val_fraction or cfg.dataset_val):
-        raise ConfigError("early_stopping_patience needs val_fraction above 0, or dataset_val")
-    if not 0 <= cfg.val_fraction < 1:
-        raise ConfigError(f"val_fraction={cfg.val_fraction}: use 0 or more, and less than 1")
+    check_validation(cfg.val_fraction, cfg.dataset_val, patience=cfg.early_stopping_patience)
 
 
 def memory_keys(cfg: Config) -> dict[str, object]:
@@ -215,7 +213,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the embedded tokens, whose gradient is wanted, and the micro-batch's share of loss."""
     x_BSD = model.embed(batch.tokens_BS)  # [num] outside autograd: its gradient is added last
-    x_BSD.requires_grad_(model.embed_tokens.weight.requires_grad)
+    x_BSD.requires_grad_(model.trains_embedding)
     context = model.context(batch.positions_BS, batch.segments_BM)
     around_block = nullcontext
     if cfg.enable_activation_offloading:  # [mem] activations: what blocks keep leaves the device

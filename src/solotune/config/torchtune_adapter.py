@@ -26,7 +26,7 @@ def adapts(model: Node | None) -> bool:
 
 
 def converted_adapter(
-    note: Callable[[str, str, str], None], model: Mapping
+    note: Callable[..., None], model: Mapping
 ) -> tuple[Mapping, Scalar | None]:
     """Return the node `adapter` and the value of quantize_base, taking them out of `model`.
 
