@@ -1,8 +1,11 @@
 """Step folders of an adapter: PEFT's files and a training state, and nothing of the base model."""
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from solotune.adapters import LoRA, adapter_parameters
+from solotune.adapters import LoRA, adapter_parameters, quantize_linears
 from solotune.checkpoint import Checkpointer, add_adapter
 from solotune.errors import CheckpointError, ConfigError
+from solotune.models.llama import llama3_2_1b
 from solotune.tokenizers import auto as auto_tokenizer
+from solotune.training import set_dtype
 
 from .conftest import build
 
@@ -186,3 +191,59 @@ def test_training_goes_on_from_an_adapter_in_another_folder(
         assert torch.equal(parameter, trained[name].to(parameter.dtype)), name
     with pytest.raises(ConfigError, match=r"adapter.rank=5 has no effect beside adapter.source"):
         Run(base, tmp_path / "third", LoRA(source=str(tmp_path / "first"), rank=5))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_saving_an_adapter_of_a_4_bit_1b_model_takes_under_100_mb(
+    make_folder: Make, tmp_path: Path
+) -> None:
+    """The model is Llama 3.2 1B's; only its files for the fingerprint are a small model's."""
+    base = make_folder()
+    with torch.device("meta"):
+        model = llama3_2_1b()
+    set_dtype(model, torch.bfloat16)
+    quantize_linears(model)
+    lora = add_adapter(model, LoRA(rank=16))
+    for parameter in list(model.parameters()):  # pages that nothing touches take no memory
+        values = torch.empty(parameter.shape, dtype=parameter.dtype)
+        held = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, held)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for parameter in trained:
+        parameter.data.fill_(0.5)
+        optimizer.state[parameter] = {"exp_avg": parameter * 2, "exp_avg_sq": parameter * 3}
+    assert sum(p.numel() for p in trained) > 11e6
+
+    run = {"model": model, "optimizer": optimizer, "dtype": torch.bfloat16, "adapter": lora}
+    checkpointer, tokenizer = Checkpointer(base, tmp_path / "run"), auto_tokenizer(base)
+    with peak_rise() as rise:
+        checkpointer.save(1, progress={"step": 1}, tokenizer=tokenizer, **run)
+    assert rise() < 100e6
+    assert (tmp_path / "run/step_1/adapter_model.safetensors").stat().st_size > 45e6
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.findall(r"RssAnon:\s+(\d+)", status)[0])
+
+
+@contextmanager
+def peak_rise() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns by how much memory rose in the block, at its peak, in bytes."""
+    before = peak = anonymous_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, anonymous_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: peak - before
+    finally:
+        done.set()
+        thread.join()
