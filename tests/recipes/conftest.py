@@ -1,7 +1,9 @@
 """A tiny model folder, a tiny data set, and `tune` in this process."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from solotune.checkpoint.stored_adapter import read_adapter
 from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
 from solotune.config import read_schema
 from solotune.models import auto
+from solotune.training import RunLog
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(p for p in (ROOT / "recipes").glob("*.py") if p.name != "__init__.py")
@@ -177,6 +180,18 @@ def change_distance(start: Path, first: Path, second: Path) -> float:
     change = sum((a[n].double() - s[n].double()).square().sum() for n in s)
     assert change > 0
     return float(difference / change) ** 0.5
+
+
+def stop_after_step(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Send SIGTERM to this process when the run's step `step` is logged."""
+    logged = RunLog.step
+
+    def log_and_stop(self, number: int, *args, **values) -> None:
+        logged(self, number, *args, **values)
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(RunLog, "step", log_and_stop)
 
 
 def metrics(folder: Path) -> list[dict]:

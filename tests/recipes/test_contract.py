@@ -3,8 +3,6 @@
 import ast
 import itertools
 import json
-import os
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -29,6 +27,7 @@ from .conftest import (
     differing,
     metrics,
     names,
+    stop_after_step,
     tune,
     weights,
 )
@@ -231,20 +230,6 @@ def test_the_layer_major_schedule_is_plain_accumulation(
             recipe, "fused2", model=model, clip_grad_norm=0.5, optimizer_in_bwd=True, **keys
         )
         assert change_distance(models[model], plain, fused) <= 1e-6
-
-
-def stop_after_step(patch: pytest.MonkeyPatch, step: int) -> None:
-    """Send SIGTERM to this process when the run's step `step` is logged."""
-    from solotune.training import RunLog
-
-    logged = RunLog.step
-
-    def log_and_stop(self, number: int, *args, **values) -> None:
-        logged(self, number, *args, **values)
-        if number == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    patch.setattr(RunLog, "step", log_and_stop)
 
 
 @each_training

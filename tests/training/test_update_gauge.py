@@ -66,5 +66,18 @@ def test_rounding_at_random_is_not_measured(residual: str) -> None:
     assert measure(AdamWKahan, lr=1e-6, residual=residual)[1] is None
 
 
+def test_what_has_no_gradient_is_not_lost() -> None:
+    """As one half of the matrices of an adapter in its first step."""
+    model = tiny()
+    stepper = Stepper(torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0))
+    gauge = UpdateGauge(model, stepper)
+    for _ in range(2):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.full_like(parameter, float("down_proj" in name))
+        with gauge.watching():
+            stepper.step(model.parameters())
+    assert gauge.lost == 0.0
+
+
 def test_the_first_figure_comes_with_the_second_step() -> None:
     assert measure(torch.optim.AdamW, lr=1e-3, steps=1)[1] is None

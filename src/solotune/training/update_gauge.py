@@ -20,7 +20,8 @@ class UpdateGauge:
 
     With what an optimizer remembers of its rounding (`remainder`). Nothing is measured where
     weights, or what is kept of them, are rounded at random: that is right on average, and a number
-    that did not change was not lost.
+    that did not change was not lost. Nor was one without a gradient: in the first step of an
+    adapter that is half of them.
     """
 
     def __init__(self, model: Decoder, stepper: Stepper) -> None:
@@ -29,7 +30,7 @@ class UpdateGauge:
         every = max(1, -(-len(matrices) // _MATRICES))
         self._sampled = set(matrices[::every])
         self._same: list[Tensor] = []  # of this step: how many numbers of a sample stayed
-        self._total = 0
+        self._pulled: list[Tensor] = []  # of this step: how many of them had a gradient
         self._pending: Tensor | None = None
         self._told = False
         self.lost: float | None = None  # of the step before the last
@@ -38,11 +39,14 @@ class UpdateGauge:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure the step inside. Its figure is read at the end of the next: nothing waits."""
-        self._same, self._total = [], 0
+        self._same, self._pulled = [], []
         yield
         # What was queued before the last read of the device is there by now.
         self.lost = None if self._pending is None else float(self._pending)
-        self._pending = torch.stack(self._same).sum() / self._total if self._total else None
+        self._pending = None
+        if self._same:
+            pulled = torch.stack(self._pulled).sum()
+            self._pending = torch.stack(self._same).sum() / pulled.clamp(min=1)
 
     def lines(self) -> list[str]:
         """Return, once, the warning that a run deserves whose updates are mostly lost."""
@@ -64,20 +68,25 @@ class UpdateGauge:
     def _around(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Compare samples before and after these parameters step, where all of them is at hand."""
         sampled = [p for p in parameters if p in self._sampled] if self._is_plain() else []
-        before = [(p, _sample(p), self._remainder(p)) for p in sampled]
+        before = [(p, _sample(p), self._remainder(p), _sample(_gradient(p)) != 0) for p in sampled]
         yield
-        for parameter, old, old_kept in before:
+        for parameter, old, old_kept, is_pulled in before:
             new, kept = _sample(parameter), self._remainder(parameter)
             if kept is not None:
                 if old_kept is None:  # made in this step
                     continue
                 old, new = join(old, old_kept), join(new, kept)
-            self._same.append((old == new).sum())
-            self._total += new.numel()
+            self._same.append(((old == new) & is_pulled).sum())
+            self._pulled.append(is_pulled.sum())
 
     def _remainder(self, parameter: nn.Parameter) -> Tensor | None:
         remainder = self.optimizer.state.get(parameter, {}).get("remainder")
         return _sample(remainder) if isinstance(remainder, Tensor) else None
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _sample(tensor: Tensor) -> Tensor:
