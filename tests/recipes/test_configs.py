@@ -111,9 +111,10 @@ def test_what_a_size_decides_follows_the_defaults(name: str) -> None:
     rates = ((0.5, "5e-5"), (4.05, "2e-5"), (9.3, "1e-5"), (100, "5e-6"))
     assert str(optimizer["lr"]) == next(rate for size, rate in rates if billions <= size)
     assert optimizer["weight_decay"] == 0.01
-    kahan = optimizer["_component_"] == "solotune.optim.AdamWKahan"
-    assert kahan or optimizer["bf16_stochastic_round"] is True
-    assert kahan == (billions < 1.3)
+    assert optimizer["_component_"] == "solotune.optim.AdamWKahan"
+    formats = {key: optimizer[key] for key in ("residual", "state_dtype") if key in optimizer}
+    small_state = {"residual": "none", "state_dtype": "int8"}
+    assert formats == ({} if billions < 1.3 else small_state)
     assert values["enable_activation_checkpointing"] == (billions > 0.99)
     in_backward = values.get("optimizer_in_bwd", False)
     assert in_backward == (billions > 3.3)
