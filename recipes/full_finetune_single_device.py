@@ -103,7 +103,7 @@ class Config:
     compile: bool = False  # torch.compile, one block at a time
     optimizer_in_bwd: bool = False  # step inside backward: one block's gradients are alive
     optimizer_state: Literal["device", "host", "disk"] = "device"  # where it is between steps
-    resident_layers: int | None = None  # blocks that stay on the device; the others are streamed
+    resident_layers: int | None = None  # blocks that stay on the device, others stream; null: all
     plan: bool = True  # say what the run needs, and refuse one that cannot fit, before weights
     log_memory: bool = False  # what the peak is made of, and memory.png; tracked steps are slow
 

@@ -86,6 +86,15 @@ def test_pieces_of_a_large_parameter_change_no_bit(name: str, monkeypatch) -> No
     assert len(stepper.optimizer.state) == len(cut), "no piece is left behind"
 
 
+def test_state_that_was_restored_elsewhere_is_not_moved_at_the_first_step(monkeypatch) -> None:
+    weights = parameters()
+    optimizer = BNB.AdamW8bit(weights, lr=1e-2)
+    monkeypatch.setattr(optimizer, "to_gpu", lambda: pytest.fail("all state is on the device"))
+    give_gradients(weights, 0)
+    Stepper(optimizer).step(weights)
+    assert len(optimizer.state) == len(weights)
+
+
 def test_a_model_that_steps_in_backward_dies_with_its_stepper() -> None:
     # Hooks that hold the optimizer hold all parameters, where the garbage collector does not see.
     one_step = OneStep(**IN_BACKWARD)

@@ -127,7 +127,8 @@ def _step_bitsandbytes(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     """
     if not optimizer.initialized:
         optimizer.check_overrides()
-        optimizer.to_gpu()
+        # Not its `to_gpu`: it would bring all restored state to the device, also what lives
+        # elsewhere.
         optimizer.initialized = True
     wanted = set(parameters)
     with torch.no_grad():
