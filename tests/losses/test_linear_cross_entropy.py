@@ -217,6 +217,19 @@ def test_the_head_gradient_of_many_micro_batches_is_summed_in_fp32(micro_batches
     assert error < 0.0021  # that of bf16 logits; summed in bf16 it is 0.0022, 0.0036 and 0.0048
 
 
+def test_the_head_has_one_gradient_however_many_micro_batches_there_are() -> None:
+    weight_VD = (0.05 * torch.randn(256, 64)).bfloat16().requires_grad_()
+    places = set()
+    for _ in range(3):
+        batch = Targets(torch.randint(0, 256, (1, 32)), torch.arange(32))
+        x_BSD = torch.randn(1, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+        LinearCrossEntropy(chunk_tokens=8)(x_BSD, weight_VD, batch, 96).backward()
+        assert x_BSD.grad is not None
+        assert weight_VD.grad is not None
+        places.add(weight_VD.grad.data_ptr())
+    assert len(places) == 1
+
+
 def test_confident_bf16_targets_keep_their_gradient() -> None:
     # p = 1 - 3e-4. In bf16 such a p is 1, and p - 1 nothing.
     weight_VD = torch.eye(8, dtype=torch.bfloat16).requires_grad_()

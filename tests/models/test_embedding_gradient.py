@@ -66,6 +66,18 @@ def test_a_schedule_that_does_all_heads_first_gives_the_same_bits() -> None:
     torch.testing.assert_close(take_gradients(model), one_by_one, atol=0, rtol=0)
 
 
+def test_the_head_gradient_is_rounded_in_its_own_memory() -> None:
+    model = set_dtype(tiny(tie_word_embeddings=False), torch.bfloat16)
+    weight = model.output_weight
+    weight.grad_dtype = None
+    sum_VD = torch.randn(weight.shape)
+    weight.grad = sum_VD.clone()
+    storage = weight.grad.untyped_storage().data_ptr()
+    model.round_head_gradient()
+    assert torch.equal(weight.grad, sum_VD.bfloat16())
+    assert weight.grad.untyped_storage().data_ptr() == storage
+
+
 def test_a_frozen_embedding_gets_no_gradient() -> None:
     model = tiny()
     model.embed_tokens.weight.requires_grad_(False)

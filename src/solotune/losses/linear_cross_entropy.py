@@ -3,8 +3,8 @@
 Saves:    the logits: V * (bytes of the dtype + 4) bytes a target, for all targets but one chunk's.
           Only target rows are projected.
 Costs:    the head's gradient in fp32 (4 V D bytes) where there is more than one chunk, and with
-          several micro-batches from the first to the last; with a soft cap, another 4 bytes a
-          logit of the chunk.
+          several micro-batches one sum of all from the first to the last; with a soft cap, another
+          4 bytes a logit of the chunk.
 Excludes: a second backward through the same loss.
 Label:    reordered. Figures: docs/linear_cross_entropy.md
 
@@ -93,7 +93,9 @@ class LinearCrossEntropy(nn.Module):
 
         `num_targets` counts the targets of the whole optimizer step, so the losses of its
         micro-batches add up to the mean, and their gradients to its gradient. Where it is not the
-        batch's own count, the weight's `grad` is summed in fp32, to be rounded when it is complete.
+        batch's own count, the weight's `grad` is summed in fp32, to be rounded when it is complete:
+        the first micro-batch hands a sum over, the others add to it in forward, so that the head
+        has one gradient however many there are. Their losses must not be scaled.
         """
         rows_T = batch.target_rows_T
         hidden_TD = hidden_BSD.flatten(0, 1).index_select(0, rows_T)
@@ -107,15 +109,18 @@ class LinearCrossEntropy(nn.Module):
             factors = [low_TR, output.up_VR.to(low_TR.dtype), output.scale_V]
         weight_VD = output.weight_VD if isinstance(output, AdaptedOutput) else output
         inputs = [hidden_TD, weight_VD, *factors]
-        sum_dtype = weight_VD.dtype
+        sum_dtype, sum_VD = weight_VD.dtype, None
         is_narrow = weight_VD.dtype.itemsize < torch.float32.itemsize
         is_part = len(rows_T) != num_targets
         if is_narrow and is_part and weight_VD.is_leaf and weight_VD.requires_grad:
             # One of several micro-batches: autograd would round each share, and their sum.
             sum_dtype, weight_VD.grad_dtype = torch.float32, None
+            if torch.is_grad_enabled() and weight_VD.grad is not None:
+                sum_VD = weight_VD.grad
         if not torch.is_grad_enabled():  # needs_input_grad does not know it
             inputs = [None if each is None else each.detach() for each in inputs]
-        return _LinearCrossEntropy.apply(*inputs, labels_T, max(num_targets, 1), sum_dtype, self)
+        count = max(num_targets, 1)
+        return _LinearCrossEntropy.apply(*inputs, labels_T, count, sum_dtype, sum_VD, self)
 
     def chunk_rows(self, vocab: int) -> int:
         return self.chunk_tokens or max(1, _DEFAULT_CHUNK_BYTES // (4 * vocab))
@@ -144,6 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T,
         num_targets,
         sum_dtype: torch.dtype,
+        sum_VD: Tensor | None,
         loss: LinearCrossEntropy,
     ):
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
@@ -155,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_rows = loss.chunk_rows(vocab)
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         dhidden_TD = torch.empty_like(hidden_TD) if wants_hidden else None
-        dweight_VD = None
+        dweight_VD, several = sum_VD, sum_VD is not None or rows > chunk_rows
         for start in range(0, rows, chunk_rows):
             chunk = slice(start, min(start + chunk_rows, rows))
             hidden_ND = hidden_TD[chunk]
@@ -170,8 +176,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dhidden_TD is not None:
                 torch.mm(logits_NV, weight_VD, out=dhidden_TD[chunk])
             if wants_weight:
-                dweight_VD = _accumulate(dweight_VD, logits_NV, hidden_ND, rows > chunk_rows)
-        if wants_weight and dweight_VD is None:  # a batch without a target
+                dweight_VD = _accumulate(dweight_VD, logits_NV, hidden_ND, several)
+        if sum_VD is not None:
+            dweight_VD = None  # the weight has it already
+        elif wants_weight and dweight_VD is None:  # a batch without a target
             dweight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype)
         if dweight_VD is not None:
             dweight_VD = dweight_VD.to(sum_dtype)
@@ -187,7 +195,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in gradients:
             if gradient is not None:
                 gradient.mul_(grad)  # to skip it at 1 would read the device
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _to_gradient_(
