@@ -1,9 +1,9 @@
 """Weights in 4 bits: how one lies in memory, and how it is made.
 
 One flat uint8 tensor holds a weight: two numbers a byte, then a scale for each block of 64 numbers,
-itself in 8 bits with a scale for each 256 of them (double quantisation). As one parameter it is
-moved, streamed and counted like any other weight. Values are bitsandbytes', whose kernels run on
-CPU and cards; figures beside torchao's: docs/qlora.md.
+itself in 8 bits with a scale for each 256 of them (double quantisation), and the tables of what 4
+and 8 bits mean. As one parameter it is moved, streamed and counted like any other weight. Values
+are bitsandbytes', whose kernels run on CPU and cards; figures beside torchao's: docs/qlora.md.
 
 Sources: 2305.14314 (NF4, double quantisation), 2110.02861 (the 8-bit code of the scales).
 
@@ -30,11 +30,13 @@ _PIECE_OF_A_CARD = 2**22
 
 
 class Parts(NamedTuple):
-    """Views of a packed weight; the last two are None where scales are in fp32."""
+    """Views of a packed weight; the last three are None where scales are in fp32."""
 
     codes: Tensor  # uint8, two numbers each
     scales_K: Tensor  # of blocks: uint8, or fp32
+    values: Tensor  # the 16 that a number can have, fp32
     scales_of_scales: Tensor | None  # fp32
+    scale_values: Tensor | None  # the 256 that a scale can have, fp32
     mean: Tensor | None  # of the scales, fp32, no dimension
 
 
@@ -65,8 +67,8 @@ class FourBit:
         """The sizes of the parts, in their order, without what lies between them."""
         codes, blocks = -(-self.num_numbers // 2), -(-self.num_numbers // self.block_size)
         if not self.double:
-            return [codes, 4 * blocks]
-        return [codes, blocks, 4 * -(-blocks // SCALES_BLOCK), 4]
+            return [codes, 4 * blocks, 4 * 16]
+        return [codes, blocks, 4 * 16, 4 * -(-blocks // SCALES_BLOCK), 4 * 256, 4]
 
     def parts(self, packed: Tensor) -> Parts:
         """Return views of a packed weight."""
@@ -74,11 +76,12 @@ class FourBit:
         for size in self.part_bytes:
             found.append(packed[start : start + size])
             start += _up(size)
-        codes, scales, *rest = found
+        codes, scales, values, *of_scales = found
+        values = values.view(torch.float32)
         if not self.double:
-            return Parts(codes, scales.view(torch.float32), None, None)
-        of_scales, mean = (part.view(torch.float32) for part in rest)
-        return Parts(codes, scales, of_scales, mean[0])
+            return Parts(codes, scales.view(torch.float32), values, None, None, None)
+        scales_of_scales, scale_values, mean = (part.view(torch.float32) for part in of_scales)
+        return Parts(codes, scales, values, scales_of_scales, scale_values, mean[0])
 
 
 def _up(num_bytes: int) -> int:
@@ -90,7 +93,8 @@ def pack(dense: Tensor, packed: Tensor, layout: FourBit) -> None:
     """Quantise `dense`, of any floating dtype, into `packed` on the same device, piece by piece."""
     functional = bitsandbytes().functional
     packed.zero_()  # what lies between the parts is compared with them
-    codes, scales_K, scales_of_scales, mean = layout.parts(packed)
+    codes, scales_K, values, scales_of_scales, scale_values, mean = layout.parts(packed)
+    values.copy_(functional.get_4bit_type(layout.kind, device=packed.device))
     numbers_N = dense.reshape(-1)
     absmax_K = scales_K
     if layout.double:
@@ -105,30 +109,12 @@ def pack(dense: Tensor, packed: Tensor, layout: FourBit) -> None:
         )
         codes[start // 2 :][: new.numel()] = new.view(-1)
         absmax_K[start // layout.block_size :][: state.absmax.numel()] = state.absmax
-    if layout.double:
-        assert scales_of_scales is not None
-        assert mean is not None
+    if scales_of_scales is not None and scale_values is not None and mean is not None:
         mean.copy_(absmax_K.mean())
-        code = scale_code(packed.device)
-        new, state = functional.quantize_blockwise(
-            absmax_K - mean, code=code, blocksize=SCALES_BLOCK
-        )
+        new, state = functional.quantize_blockwise(absmax_K - mean, blocksize=SCALES_BLOCK)
+        scale_values.copy_(state.code)
         scales_K.copy_(new)
         scales_of_scales.copy_(state.absmax)
-
-
-@cache
-def number_code(kind: str, device: torch.device) -> Tensor:
-    """Return the 16 values of a kind, in fp32."""
-    with torch.inference_mode(False):  # it outlives the caller's mode
-        return bitsandbytes().functional.get_4bit_type(kind, device=device)
-
-
-@cache
-def scale_code(device: torch.device) -> Tensor:
-    """Return the 256 values of a scale in 8 bits, in fp32."""
-    with torch.inference_mode(False):
-        return bitsandbytes().functional.create_dynamic_map().to(device)
 
 
 @cache

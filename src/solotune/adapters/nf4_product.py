@@ -7,17 +7,13 @@ Shapes: ... any, I in, O out.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from solotune.adapters.nf4 import (
-    SCALES_BLOCK,
-    FourBit,
-    bitsandbytes,
-    number_code,
-    pack,
-    scale_code,
-)
+from solotune.adapters.nf4 import SCALES_BLOCK, FourBit, bitsandbytes, pack
 from solotune.errors import ConfigError
+
+_FEW = 32  # rows: on a card they go through a kernel that makes no dense weight at all
 
 
 def dense_weight(packed: Tensor, layout: FourBit, dtype: torch.dtype) -> Tensor:
@@ -71,8 +67,10 @@ def _linear(
     double: bool,
 ) -> Tensor:
     layout = FourBit(out_features, in_features, kind, block_size, double)
+    if x.numel() > _FEW * in_features:
+        return F.linear(x, _dequantize(packed, layout, x.dtype), bias)
     codes, state = _quant_state(packed, layout, x.dtype)
-    with torch.no_grad():  # few rows go through a kernel that makes no dense weight at all
+    with torch.no_grad():
         # Lying on its side, as releases before 0.50 want it; newer ones take both.
         return bitsandbytes().matmul_4bit(x, codes.t(), state, bias=bias)
 
@@ -125,19 +123,16 @@ def _dequantize(packed: Tensor, layout: FourBit, dtype: torch.dtype) -> Tensor:
 def _quant_state(packed: Tensor, layout: FourBit, dtype: torch.dtype):
     """Return a packed weight as bitsandbytes knows it; nothing is copied."""
     quant_state = bitsandbytes().functional.QuantState
-    codes, scales_K, scales_of_scales, mean = layout.parts(packed)
+    codes, scales_K, values, scales_of_scales, scale_values, mean = layout.parts(packed)
     state2 = None
     if layout.double:
         state2 = quant_state(
-            scales_of_scales,
-            code=scale_code(packed.device),
-            blocksize=SCALES_BLOCK,
-            dtype=torch.float32,
+            scales_of_scales, code=scale_values, blocksize=SCALES_BLOCK, dtype=torch.float32
         )
     state = quant_state(
         scales_K,
         shape=torch.Size(layout.shape),
-        code=number_code(layout.kind, packed.device),
+        code=values,
         blocksize=layout.block_size,
         quant_type=layout.kind,
         dtype=dtype,

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solotune.adapters.nf4 import KINDS, SCALES_BLOCK, FourBit, number_code, scale_code
+from solotune.adapters.nf4 import KINDS, SCALES_BLOCK, FourBit, bitsandbytes
 from solotune.checkpoint.safetensors_file import StoredTensor
 from solotune.checkpoint.stored import stored_weights, text_tower
 from solotune.errors import CheckpointError
 
 _STATE = ".quant_state.bitsandbytes__"
-_CPU = torch.device("cpu")
+# In the order of a layout's parts.
+_ENDS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,17 @@ class StoredFourBit(StoredTensor):
     def read_into(self, target: Tensor) -> None:
         assert (target.dtype, target.shape) == (self.dtype, self.shape)
         target.zero_()
-        codes, scales_K, scales_of_scales, mean = self.layout.parts(target)
+        codes, scales_K, values, scales_of_scales, scale_values, mean = self.layout.parts(target)
         _read_bytes(self.parts[""], codes)
         _read_bytes(self.parts[".absmax"], scales_K)
-        self._check_values(".quant_map", number_code(self.layout.kind, _CPU))
-        if scales_of_scales is not None and mean is not None:
+        _read_bytes(self.parts[".quant_map"], values)
+        known = bitsandbytes().functional.get_4bit_type(self.layout.kind, device="cpu")
+        if not torch.allclose(values, known):  # kernels have them built in
+            raise _unreadable(self.parts[".quant_map"], "its values are not bitsandbytes' own")
+        if scales_of_scales is not None and scale_values is not None and mean is not None:
             _read_bytes(self.parts[".nested_absmax"], scales_of_scales)
-            self._check_values(".nested_quant_map", scale_code(_CPU))
+            _read_bytes(self.parts[".nested_quant_map"], scale_values)
             mean.fill_(self.mean)
-
-    def _check_values(self, end: str, known: Tensor) -> None:
-        stored = self.parts[end].read()
-        if stored.shape != known.shape or not torch.allclose(stored, known):
-            raise _unreadable(self.parts[end], "its values are not bitsandbytes' own")
 
 
 def stored_four_bit(folder: Path) -> dict[str, FourBit]:
@@ -73,9 +72,7 @@ def with_four_bit(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     for state_name in [name for name in stored if _STATE in name]:
         name, _, kind = state_name.partition(_STATE)
         state = _state(joined.pop(state_name))
-        ends = ["", ".absmax", ".quant_map"]
-        if "nested_offset" in state:
-            ends += [".nested_absmax", ".nested_quant_map"]
+        ends = _ENDS if "nested_offset" in state else _ENDS[:3]
         if missing := [name + end for end in ends if name + end not in joined]:
             raise CheckpointError(
                 f"{state_name} is stored without {missing[0]}: download or copy the folder again"
@@ -98,7 +95,7 @@ def _weight(
         raise _unreadable(weight, f"it is {kind} in blocks of {block_size}")
     if double and state.get("nested_blocksize") != SCALES_BLOCK:
         raise _unreadable(weight, f"nested_blocksize is not {SCALES_BLOCK}")
-    for end, num_bytes in zip(("", ".absmax", ".nested_absmax"), layout.part_bytes, strict=False):
+    for end, num_bytes in zip(_ENDS, layout.part_bytes, strict=False):
         if parts[end].num_bytes != num_bytes:
             raise _unreadable(
                 parts[end], f"it has {parts[end].num_bytes:,} bytes and not {num_bytes:,}"
