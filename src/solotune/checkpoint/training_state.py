@@ -78,6 +78,7 @@ class TrainingState:
                 name: {"shape": list(parameter.shape), "dtype": _dtype_name(parameter.dtype)}
                 for name, parameter in _optimized(model, optimizer)
             },
+            "frozen": _frozen(model, optimizer),
             "state": states,
             "generators": _generators(device),
             "environment": _environment(device),
@@ -238,6 +239,21 @@ def _check_fit(folder: Path, state: dict, model: Decoder, optimizer: Optimizer) 
                 f"{folder} does not fit: {name} was {saved[name]['dtype']} {saved[name]['shape']} "
                 f"and is {now['dtype']} {now['shape']}; resume with the saved run's config.yaml"
             )
+
+    frozen = _frozen(model, optimizer)
+    for name, dtype in state.get("frozen", {}).items():
+        if (now := frozen.get(name)) != dtype:
+            raise CheckpointError(
+                f"{folder} does not fit: {name} was {dtype} and is {now}; resume with the saved "
+                "run's config.yaml"
+            )
+
+
+def _frozen(model: Decoder, optimizer: Optimizer) -> dict[str, str]:
+    """Return the dtypes of the parameters that the optimizer does not have, by name."""
+    trained = dict(_optimized(model, optimizer))
+    named = model.named_parameters()
+    return {name: _dtype_name(p.dtype) for name, p in named if name not in trained}
 
 
 def _optimized(model: Decoder, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
