@@ -293,7 +293,7 @@ def test_skipped_rows_are_counted_and_shown(train, recipe, tmp_path, capsys) -> 
         ),
         (["trainable=layer.1"], r"trainable=layer\.1 matches no parameter: names are like"),
         (["trainable=layers.(1"], r"trainable=layers\.\(1: not a regular expression"),
-        (["resident_layers=4"], r"resident_layers: not in this version: remove the key"),
+        (["resident_layers=4"], r"resident_layers=4 streams weights in the layer-major schedule"),
         (["profiler.active=True"], r"profiler: _component_ is not set"),
         (["optimizer=torch.optim.AdmW"], r"torch\.optim has no AdmW; did you mean torch\.optim\."),
         (["optimizer=solotune.losses.LinearCrossEntropy"], r"is no optimizer: name one of sol"),

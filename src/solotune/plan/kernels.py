@@ -14,10 +14,8 @@ _aten = torch.ops.aten
 Pairs = float  # of query and key that attention computes in one head
 
 
-def flops(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor], pairs: Pairs) -> int:
+def flops(func: Any, inputs: Sequence[Tensor], pairs: Pairs) -> int:
     """Return the floating-point operations of matrix products and attention; of others 0."""
-    if str(func) in _PRODUCTS:  # by name: bitsandbytes may not be there
-        return 2 * inputs[0].numel() * results[0].size(-1)
     count = _FLOPS.get(func)
     return count(inputs, pairs) if count else 0
 
@@ -40,7 +38,6 @@ def _attention_backward(inputs: Sequence[Tensor], pairs: Pairs) -> int:
     return int(10 * pairs * math.prod(inputs[0].shape[-2:]))
 
 
-_PRODUCTS = {"bitsandbytes.gemm_4bit.default"}
 _FLOPS: dict[Any, Callable[[Sequence[Tensor], Pairs], int]] = {
     _aten.mm.default: _product,
     _aten.mm.out: _product_out,
@@ -73,6 +70,13 @@ def _flash_backward(inputs: Sequence[Tensor]) -> int:
     return held
 
 
+def _converted(inputs: Sequence[Tensor]) -> int:
+    """Operands of another dtype: a CPU converts them whole, a card as it reads."""
+    whole = [tensor for tensor in inputs if tensor.dim()]
+    wide = max((t.element_size() for t in whole if t.is_floating_point()), default=0)
+    return sum(wide * t.numel() for t in whole if 0 < t.element_size() < wide)
+
+
 def _sorted(inputs: Sequence[Tensor]) -> int:
     return 4 * inputs[0].nbytes
 
@@ -81,3 +85,16 @@ _HELD: dict[tuple[str, Any], Callable[[Sequence[Tensor]], int]] = {
     ("cuda", _aten._flash_attention_backward.default): _flash_backward,
     ("cuda", _aten.sort.stable): _sorted,
 }
+for _name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"):
+    _HELD["cpu", getattr(_aten, _name).Tensor] = _converted
+for _name in ("add", "sub", "mul", "div"):
+    _HELD["cpu", getattr(_aten, _name).out] = _converted
+
+
+def is_entered(func: Any, kind: str) -> bool:
+    """Whether an operator that is opaque on fake tensors has a kernel in Python to be followed."""
+    if func.namespace == "solotune":
+        return True
+    name = func._schema.name
+    is_update = name.startswith("bitsandbytes::optimizer_update_")  # on a card it holds nothing
+    return name == "bitsandbytes::gemm_4bit" or (is_update and kind == "cpu")

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _DEVICE = torch.device("cpu")
-_KNOWN: dict[Any, Any] = {}  # shapes alone, so that a search of many plans learns them once
+_KNOWN: dict[
+    str, dict[Any, Any]
+] = {}  # by kind of device; shapes alone, so that a search of many plans learns them once
 _TENSORS = (FakeTensor, Tensor, nn.Parameter)
 
 
@@ -30,9 +32,9 @@ class _Result(NamedTuple):
 class Outcomes:
     """What operators have returned, by operator and arguments."""
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode, kind: str) -> None:
         self.fake = fake
-        self._known = _KNOWN
+        self._known = _KNOWN.setdefault(kind, {})
 
     def kind(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what calls with results of the same shapes have in common; None: unknown."""

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from solotune.memory.timeline import Peak
 from solotune.memory.tracker import Life, MemoryTracker, parts_of, replaced, tensors_in
 from solotune.plan.allocator import Event, reserved_bytes, rounded
-from solotune.plan.kernels import flops, held_inside
+from solotune.plan.kernels import flops, held_inside, is_entered
 from solotune.plan.outcomes import Outcomes
 
 
@@ -67,7 +67,7 @@ class StepWatch(MemoryTracker):
         self._copies: list[tuple[str, int]] = []
         self._files: list[tuple[str, Life]] = []
         self._steps: list[tuple[int, _Mark, _Mark]] = []
-        self._outcomes = Outcomes(fake)
+        self._outcomes = Outcomes(fake, kind)
         self._inside: dict[Any, tuple[int, list[tuple[int, int]]]] = {}  # of opaque operators
 
     def __enter__(self) -> "StepWatch":
@@ -126,7 +126,7 @@ class StepWatch(MemoryTracker):
         """Run an operator; one of ours, which is opaque on fake tensors, with eyes open once."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0  # a number that is read decides no size
-        if func.namespace != "solotune":
+        if not is_entered(func, self.kind):
             return self._outcomes.run(func, inputs, args, kwargs)
         kind = self._outcomes.kind(func, args, kwargs)
         if kind not in self._inside:
@@ -141,9 +141,9 @@ class StepWatch(MemoryTracker):
         return result
 
     def ran(self, func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
-        if func.namespace != "solotune" and not _is_view(func):
+        if not _is_view(func) and not is_entered(func, self.kind):
             touched = sum(map(_touched, inputs)) + sum(map(_touched, results))
-            self.costs.append((flops(func, inputs, results, self.pairs), touched))
+            self.costs.append((flops(func, inputs, self.pairs), touched))
         return held_inside(func, inputs, self.kind)
 
     def _mark_now(self) -> _Mark:
