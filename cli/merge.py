@@ -12,8 +12,8 @@ start of another training.
 
 BASE is the model that the adapter was trained on; if that was in 4 bits, the unquantised one.
 ADAPTER is a folder in PEFT's format, or the folder of a run, which stands for its latest step. OUT
-is a new folder. Weights are added in fp32 and stored in the dtype that BASE has; its files keep their
-names, and what the adapter leaves alone stays bit for bit. BASE and ADAPTER are only read."""
+is a new folder. Weights are added in fp32 and stored in the dtype that BASE has; its files keep
+their names, and what the adapter leaves alone stays bit for bit. BASE and ADAPTER are only read."""
 
 
 def main(words: list[str]) -> int:
