@@ -55,6 +55,28 @@ def test_one_block_of_gradients_is_alive_at_a_time(tied: bool) -> None:
     print(f"gradients: {block} bytes of {bytes_of(model)}")
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_gradient_that_waits_on_the_host_gives_the_same_bits(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step() -> tuple[Decoder, HostMemory]:
+        torch.manual_seed(0)
+        model = set_dtype(tiny(tie_word_embeddings=tied), torch.bfloat16)
+        stepper = Stepper(AdamWKahan(decay_groups(model), lr=1e-3))
+        host = HostMemory(CPU)
+        args = (model, LinearCrossEntropy(chunk_tokens=16), stepper, BATCHES, TARGETS)
+        layer_major_step(*args, clip=None, host=host)
+        return model, host
+
+    stays, host = step()
+    monkeypatch.setattr("solotune.memory.layer_major.device_kind", lambda tensor: "cuda")
+    leaves, host_of_leaving = step()
+    for ours, theirs in zip(leaves.parameters(), stays.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    moved = host_of_leaving.bytes_moved - host.bytes_moved
+    assert moved == leaves.output_weight.nbytes
+
+
 def test_the_second_pass_of_clipping_brings_gradients_back_two_at_a_time() -> None:
     model = tiny(num_hidden_layers=4)
     alive: list[int] = []

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from solotune.device_kind import device_kind
 from solotune.losses.low_rank_logits import LowRankLogits
-from solotune.models.output import AdaptedOutput
+from solotune.models.output import AdaptedOutput, rounded_in_place
 
 _DEFAULT_CHUNK_BYTES = 256 * 2**20  # of fp32 logits
-_CPU_TILE_BYTES = 6 * 2**20  # of fp32 softmax: stays in a shared cache
+# Of fp32 softmax made at a time: on CPU what stays in a shared cache, on a card what keeps it busy.
+_TILE_BYTES, _TILE_BYTES_ON_CPU = 64 * 2**20, 6 * 2**20
 # Numbers of a chunk's head gradient that are made before they are added. On CPU they stay in the
 # cache, and the fp32 copy that adding them takes is no second head: 0.6 of the time.
 _SLAB, _SLAB_ON_CPU = 2**25, 2**22
@@ -182,7 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif wants_weight and dweight_VD is None:  # a batch without a target
             dweight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype)
         if dweight_VD is not None:
-            dweight_VD = dweight_VD.to(sum_dtype)
+            dweight_VD = rounded_in_place(dweight_VD, sum_dtype)
         ctx.gradients = dhidden_TD, dweight_VD, *(added.gradients() if added else (None,) * 3)
         return total / num_targets
 
@@ -203,11 +204,12 @@ def _to_gradient_(
 ) -> Tensor:
     """Turn logits into scale * (softmax - one_hot), in place; return the rows' summed loss.
 
-    The softmax is fp32. On CPU a few rows at a time, so that it stays in the cache; on a card the
-    whole chunk, in one buffer. With a soft cap the gradient is that of the logits before it.
+    The softmax is fp32, of some rows at a time in one buffer. With a soft cap the gradient is that
+    of the logits before it.
     """
     rows, vocab = logits_NV.shape
-    step = max(1, _CPU_TILE_BYTES // (4 * vocab)) if device_kind(logits_NV) == "cpu" else rows
+    tile_bytes = _TILE_BYTES_ON_CPU if device_kind(logits_NV) == "cpu" else _TILE_BYTES
+    step = max(1, tile_bytes // (4 * vocab))
     total = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
     buffer_RV = loss.chunk_buffer("softmax", min(step, rows), vocab, total)
     for logits_RV, labels_R in zip(logits_NV.split(step), labels_N.split(step), strict=True):

@@ -4,8 +4,9 @@ Accumulation and clipping with the optimizer in backward, exactly: when a block 
 micro-batches its gradient is complete, and it alone is alive.
 
 Saves:    all gradients but one block's (and the head's and the embedding's).
-Costs:    every block's inputs of all micro-batches wait on the host; it implies full activation
-          checkpointing. Clipping parks the gradients on the host, 2 bytes a parameter.
+Costs:    every block's inputs of all micro-batches wait on the host, and for one block the head's
+          gradient; it implies full activation checkpointing. Clipping parks the gradients on the
+          host, 2 bytes a parameter.
 Excludes: nothing.
 Label:    bit-exact; with clipping reordered. Figures: docs/layer_major.md
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from solotune.data import Batch
+from solotune.device_kind import device_kind
 from solotune.memory.host import HostMemory, Moved
 from solotune.memory.stepping import Stepper
 from solotune.models import Decoder
@@ -85,6 +87,9 @@ def layer_major_step(
         mean_loss += loss.detach()
         hidden[index] = x_BSD.grad if x_BSD.grad is not None else torch.zeros_like(x_BSD)
     model.round_head_gradient()
+    away = deque[Moved]()
+    if gradients is None and downwards:
+        away.extend(_send_away(model.output_weight, host))
     loss_value = math.nan
     if gradients is None:
         (loss_value,) = host.read(mean_loss)
@@ -94,7 +99,9 @@ def layer_major_step(
     embedding = list(model.embed_tokens.parameters())
     inside = {id(p) for p in (*model.blocks.parameters(), *embedding)}
     head = [p for p in model.parameters() if id(p) not in inside]
-    complete(head)
+
+    if not away:
+        complete(head)
 
     # Backward, from the top: recompute a block for each micro-batch, then let it step.
     waiting = deque(moved for block_inputs in reversed(inputs) for moved in block_inputs)
@@ -113,6 +120,9 @@ def layer_major_step(
                 if x_BSD.grad is not None:
                     hidden[index] = x_BSD.grad
             complete(list(block.parameters()))
+            if away:
+                model.output_weight.grad = away.pop().take()
+                complete(head)
 
     tokens = [batch.tokens_BS for batch in group]
     model.add_embedding_gradient(list(zip(tokens, hidden, strict=True)))
@@ -137,6 +147,21 @@ def layer_major_step(
                 step(block.parameters())
         step(embedding)
     return loss_value, norm_value
+
+
+def _send_away(weight: Tensor, host: HostMemory) -> list[Moved]:
+    """Send the head's gradient to the host until the top block has gone back; empty: it stays.
+
+    Summed in fp32 and rounded in place it holds twice its memory, and its step wants the state's.
+    Where device and host are one, nothing would be gained.
+    """
+    gradient = weight.grad
+    if gradient is None or device_kind(weight) == "cpu":
+        return []
+    if gradient.untyped_storage().nbytes() == gradient.nbytes:
+        return []
+    weight.grad = None
+    return [Moved(host, gradient)]
 
 
 class _Parked:

@@ -19,10 +19,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from solotune.models.attention import Context, KVCache
 from solotune.models.embedding import Embedding
 from solotune.models.linear import Linear
-from solotune.models.output import AdaptedOutput, multiply
+from solotune.models.output import AdaptedOutput, multiply, rounded_in_place
 from solotune.models.rope import Rotary, sequence_lengths
-
-_NARROWED = 2**22  # numbers rounded at a time
 
 
 class Block(nn.Module):
@@ -155,7 +153,7 @@ class Decoder(nn.Module):
         """Give the head's gradient, which micro-batches sum in fp32, the dtype of its weight."""
         weight = self.output_weight
         if weight.grad is not None and weight.grad.dtype != weight.dtype:
-            weight.grad = _narrowed(weight.grad, weight.dtype)
+            weight.grad = rounded_in_place(weight.grad, weight.dtype)
 
     @torch.no_grad()
     def add_embedding_gradient(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -222,15 +220,3 @@ class Decoder(nn.Module):
             dtype=weight.dtype,
             device=weight.device,
         )
-
-
-def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `wide` rounded, in the first half of its own memory: no second gradient exists.
-
-    A piece is written where pieces that were read already began.
-    """
-    flat = wide.view(-1)
-    narrow = flat.view(dtype)[: flat.numel()]
-    for target, source in zip(narrow.split(_NARROWED), flat.split(_NARROWED), strict=True):
-        target.copy_(source.to(dtype))
-    return narrow.view(wide.shape)

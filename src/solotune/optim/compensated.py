@@ -147,7 +147,7 @@ class Compensated(Optimizer):
     ) -> Callable[..., None]:
         """Return the function that steps a parameter's pieces: compiled where that pays."""
         wanted = self._compile
-        if is_in_torch_dispatch_mode():  # what watches operators is to see them
+        if is_in_torch_dispatch_mode() and not is_planning():  # what watches is to see operators
             wanted = False
         if wanted is None:
             # Compiling takes seconds. torch.compile makes no vectors of int16 on CPU.
@@ -158,7 +158,10 @@ class Compensated(Optimizer):
             wanted = pays and total >= _COMPILED_FROM
         if not wanted or parameter.dim() < 2:
             return _step_piece
-        return _compiled(f"{type(self).__name__}_{group['residual']}_{group['state_dtype']}")
+        compiled = (
+            _compile if is_planning() else _compiled
+        )  # a plan's own torch.compile is no other's
+        return compiled(f"{type(self).__name__}_{group['residual']}_{group['state_dtype']}")
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         dtype = group["state_dtype"] if parameter.dim() > 1 else "fp32"
@@ -237,11 +240,13 @@ def _step_piece(
         split_(master, weight, remainder, noise)
 
 
-@cache
-def _compiled(format: str) -> Callable[..., None]:
+def _compile(format: str) -> Callable[..., None]:
     """Return the function compiled for a format: one code for pieces of every size.
 
     A function of its own for each: torch compiles a function for 8 formats, and then no more.
     """
     code = _step_piece.__code__.replace(co_name=f"step_{format}")
     return torch.compile(FunctionType(code, _step_piece.__globals__), dynamic=True)
+
+
+_compiled = cache(_compile)
