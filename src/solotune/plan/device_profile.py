@@ -69,9 +69,7 @@ def find_profile(name: str) -> DeviceProfile:
     if name == "measured":
         path = measured_path()
         if not path.is_file():
-            raise ConfigError(
-                "device-profile=measured: nothing is measured yet: tune plan --measure"
-            )
+            raise ConfigError("device-profile=measured: measure it first: tune plan --measure")
     elif path is None:
         path = Path(name).expanduser()
         if not path.is_file():
