@@ -61,6 +61,10 @@ FLAGS = {
     "sweep": (*_RUN, "--random", "--seed", "--max-loss"),
     "merge": ("--debug", "--help"),
     "validate": (*_RUN, "--recipe"),
+    "plan": (
+        *(*_RUN, "--recipe", "--device-profile", "--vram", "--ram", "--disk"),
+        *("--json", "--plot", "--write", "--measure"),
+    ),
     "ls": ("--json", "--help"),
     "cp": ("--force", "--help"),
     "env": ("--json", "--help"),
@@ -120,7 +124,7 @@ def _offered(before: list[str], current: str) -> Iterable[str]:
         return [*recipes(), *configs()]
     if verb in ("run", "sweep") and not rest:
         return recipes()
-    if verb.startswith(("validate", "inspect")) and not rest:
+    if verb.startswith(("validate", "inspect", "plan")) and not rest:
         return [*configs(), *recipes()]
     return _settings(rest, current)
 
