@@ -353,7 +353,7 @@ def main(cfg: Config) -> int:
         log.facts(f"step {progress.step}: saved {folder}{' (best)' if best else ''}")
 
     memory = MemoryReport(
-        model, loss_fn=loss_fn, stepper=stepper, host=host, log=log, on=memory_keys(cfg)
+        model, loss_fn=loss_fn, stepper=stepper, host=host, log=log, on=memory_keys(cfg), plan=plan
     )
     gauge = UpdateGauge(model, stepper)
     running = log.running(total_steps, first_step=progress.step)

@@ -56,10 +56,29 @@ def test_a_recipe_that_cannot_be_planned_runs_all_the_same(monkeypatch, capsys) 
     def fails(*args, **kwargs):
         raise RuntimeError("data-dependent")
 
-    monkeypatch.setattr(plan_of_run, "needs_of", fails)
-    monkeypatch.setattr(plan_of_run, "largest_work", lambda loader: None)
+    monkeypatch.setattr(plan_of_run, "largest_work", fails)
     cfg = type("Config", (), {"plan": True})
     loader: object = None
     device = torch.device("cpu")
     assert plan_of_run.plan_run({}, cfg, device, loader, folder=Path()) is None  # type: ignore[arg-type]
     assert "data-dependent" in capsys.readouterr().out
+
+
+def test_the_plan_of_a_run_says_what_a_key_would_save(
+    models: dict[str, Path], chats: Path, tmp_path: Path, monkeypatch
+) -> None:
+    plans = []
+    make = plan_of_run.plan_run
+    recipe = next(path for path in TRAINING if path.stem.startswith("full"))
+
+    def keep(names, cfg, *args, **kwargs):
+        cfg.plan = True
+        plans.append(make(names, cfg, *args, **kwargs))
+        return plans[-1]
+
+    monkeypatch.setattr("solotune.plan.plan_run", keep)
+    assert tune("run", recipe, *basics(models["untied"], chats), f"output_dir={tmp_path}/o") == 0
+    (plan,) = plans
+    assert plan.peak_with({"optimizer_in_bwd": True}) < plan.peak_with({})
+    assert plan.peak_with({"optimizer": "torch.optim.SGD"}) < plan.peak_with({})
+    assert plan.peak_with({"resident_layers": 1}) is None  # without optimizer_in_bwd

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +39,12 @@ COLORS = {
 _PHASECOLORS = {"forward": "#ffffff", "backward": "#ececec", "step": "#d9d9d9"}
 
 
+class Plan(Protocol):
+    """What can say how high a run's peak would be with some keys changed, in bytes."""
+
+    def peak_with(self, change: Mapping[str, Any]) -> int | None: ...
+
+
 class MemoryReport:
     """Watches the steps of a run; `on` holds the values of MEMORY_KEYS."""
 
@@ -51,9 +57,10 @@ class MemoryReport:
         host: HostMemory,
         log: RunLog,
         on: Mapping[str, Any],
+        plan: Plan | None = None,
     ) -> None:
         self.model, self.loss_fn, self.stepper, self.host = model, loss_fn, stepper, host
-        self.log, self.on = log, on
+        self.log, self.on, self.plan = log, on, plan
         self._largest = (0, 0, False)
         self._peak_bytes = 0
 
@@ -63,8 +70,9 @@ class MemoryReport:
 
         Raises UserError when memory is out.
         """
+        peak_with = self.plan.peak_with if self.plan else None
         out_of_memory = explain_out_of_memory(
-            self.model, stepper=self.stepper, group=group, on=self.on
+            self.model, stepper=self.stepper, on=self.on, peak_with=peak_with
         )
         if not self._is_due(group):
             with out_of_memory:

@@ -1,6 +1,7 @@
 """The plan that a run makes of itself: a prediction to compare with, and a refusal in time."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 
 from solotune.data import Loader
-from solotune.errors import UserError
+from solotune.errors import ConfigError, UserError
 from solotune.plan.budget import Budget, free_of_device, free_of_host
-from solotune.plan.needs import GIB, PROCESS, Needs, needs_of
+from solotune.plan.needs import GIB, PROCESS, Needs, Planned, needs_of
+from solotune.plan.search import changed
 from solotune.plan.simulate import Work
 
 
@@ -20,6 +22,28 @@ class RunPlan:
     """What is expected of a run's memory."""
 
     needs: Needs
+    plan: Callable[[Any], Planned]
+    cfg: Any
+    validate: Callable[[Any], None]
+
+    def peak_with(self, change: Mapping[str, Any]) -> int | None:
+        """Return the bytes of the peak with some keys changed; None where they are not valid.
+
+        An optimizer is named by its path; it gets the learning rate of the run's.
+        """
+        values = dict(change)
+        if "optimizer" in values:
+            given = self.cfg.optimizer
+            rate = {k: v for k, v in given.arguments.items() if k == "lr"}
+            values["optimizer"] = dataclasses.replace(
+                given, path=values["optimizer"], arguments=rate, written={}
+            )
+        cfg = changed(self.cfg, values)
+        try:
+            self.validate(cfg)
+        except ConfigError:
+            return None
+        return self.plan(cfg).needs.peak
 
     @property
     def predicted_bytes(self) -> int:
@@ -50,9 +74,15 @@ def plan_run(
         return None
     try:
         work = largest_work(loader)
-        needs = needs_of(
-            SimpleNamespace(**recipe), cfg, kind=device.type, folder=folder, work=work
-        ).needs
+
+        def plan(other: Any) -> Planned:
+            """Plan the run with other keys; a smaller batch holds as much fewer of its rows."""
+            rows = max(1, work.rows * other.batch_size // cfg.batch_size)
+            shape = work if rows == work.rows else Work(rows, work.tokens)
+            module = SimpleNamespace(**recipe)
+            return needs_of(module, other, kind=device.type, folder=folder, work=shape)
+
+        needs = plan(cfg).needs
     except UserError:
         raise
     except Exception as error:  # a copied recipe may do what no fake tensor can; it still runs
@@ -64,7 +94,7 @@ def plan_run(
             f"plan: the run does not fit {device}: {'; '.join(faults)}: `tune plan ... --vram auto "
             "--ram auto` looks for a configuration that does, plan=False runs it anyhow"
         )
-    return RunPlan(needs)
+    return RunPlan(needs, plan, cfg, recipe["validate"])
 
 
 def largest_work(loader: Loader) -> Work:

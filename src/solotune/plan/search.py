@@ -34,6 +34,7 @@ LABELS = {
     "optimizer": "approximate",
 }
 _OURS = ("solotune.optim.AdamWKahan", "solotune.optim.LionKahan")
+_FORMATS = (("int8", "bf16"), ("int8", "int8"), ("none", "int8"))  # of residual and state_dtype
 
 
 @dataclass
@@ -148,18 +149,18 @@ class Search:
     def _coarser(self) -> Iterator[Values]:
         """Yield optimizers with fewer bytes of state, the finer first."""
         optimizer: Component = self.cfg.optimizer
-        steps = [{"residual": "int8", "state_dtype": dtype} for dtype in ("bf16", "int8")]
-        if optimizer.path not in _OURS:
-            given = optimizer.arguments
+        given = optimizer.arguments
+        now = None
+        if optimizer.path in _OURS:
+            now = _bytes_each(given.get("residual", "int16"), given.get("state_dtype", "fp32"))
+        else:
             shared = {k: given[k] for k in ("lr", "betas", "weight_decay") if k in given}
             optimizer = dataclasses.replace(optimizer, path=_OURS[0], arguments=shared, written={})
-        if self.cfg.dtype == "bf16":
-            for step in steps:
-                yield {
-                    "optimizer": dataclasses.replace(
-                        optimizer, arguments=optimizer.arguments | step
-                    )
-                }
+        for residual, state_dtype in _FORMATS if self.cfg.dtype == "bf16" else ():
+            if now is None or _bytes_each(residual, state_dtype) < now:
+                arguments = {"residual": residual, "state_dtype": state_dtype}
+                coarser = optimizer.arguments | arguments
+                yield {"optimizer": dataclasses.replace(optimizer, arguments=coarser)}
 
     def _try(
         self, switches: Mapping[str, Sequence[Values]], levels: Mapping[str, int], fixed: Values
@@ -231,3 +232,9 @@ def overrides(cfg: Any, values: Values) -> Iterator[str]:
         for name, argument in value.arguments.items():
             if value.path != old.path or old.arguments.get(name) != argument:
                 yield f"{key}.{name}={argument}"
+
+
+def _bytes_each(residual: str, state_dtype: str) -> int:
+    """Return the bytes of state a parameter, of two moments: what formats are compared by."""
+    moment = {"fp32": 4, "bf16": 2, "int8": 1}[state_dtype]
+    return {"int16": 2, "int8": 1, "none": 0}[residual] + 2 * moment
