@@ -46,6 +46,8 @@ LADDER = {
     "offloading": "enable_activation_offloading=True",
     "8-bit state": EIGHT_BIT,
     "state on the host": "optimizer_state=host",
+    "a row at a time (layer-major)": "batch_size=1 gradient_accumulation_steps=2 "
+    "enable_activation_offloading=False",
     "half of the layers streamed": "resident_layers=16",
     "all layers streamed": "resident_layers=0",
 }

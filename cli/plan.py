@@ -4,13 +4,14 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from solotune.config import located, resolved_yaml
+from solotune.config import configs, find_config, load, located, resolved_yaml
 from solotune.config.command_line import Parser, load_arguments, refuse_torchrun_flags
+from solotune.config.registry import find_recipe_of
 from solotune.errors import UsageError, UserError
 
 from .run import import_recipe
@@ -103,6 +104,8 @@ def _plan(module: ModuleType, cfg: Any, recipe: Path, options: argparse.Namespac
         print("\n".join(show.lines(planned, budget, profile, assumed=facts)))
         if found:
             print("\n".join(["", *show.found_lines(found, cfg, budget)]))
+            if not found.best.fits:
+                print("\n".join(_offers(options, cfg, kind, budget)))
     plans = {options.config or recipe.stem: planned.needs}
     if found and found.best.fits:
         plans["the fastest that fits"] = found.best.planned.needs
@@ -126,6 +129,28 @@ def _write(cfg: Any, found: "Found | None", options: argparse.Namespace) -> None
     text = resolved_yaml(changed(cfg, found.best.values))
     options.write.write_text(text, encoding="utf-8")
     print(f"{options.write}: use it with --config {options.write}", file=sys.stderr)
+
+
+def _offers(options: argparse.Namespace, cfg: Any, kind: str, budget: "Budget") -> Iterator[str]:
+    """Yield what adapters of the same model would need, by the configs that there are for them."""
+    from solotune.plan import inputs
+    from solotune.plan.needs import needs_of
+    from solotune.plan.show import sizes
+
+    for method in ("lora", "qlora"):
+        name = (options.config or "").replace("_full_", f"_{method}_")
+        if name == options.config or name not in configs():
+            continue
+        recipe = find_recipe_of(find_config(name))
+        module = import_recipe(recipe)
+        same = f"tokenizer.max_seq_len={inputs.work_of(cfg)[0].tokens}"
+        other = load(recipe, find_config(name), [f"checkpoint_dir={cfg.checkpoint_dir}", same])
+        adapted = other.instance(module.Config)
+        with inputs.sizes_of(adapted, name) as (folder, _):
+            work = inputs.work_of(adapted)[0]
+            needs = needs_of(module, adapted, kind=kind, folder=folder, work=work).needs
+        verdict = "does not fit either" if budget.faults(needs) else "fits"
+        yield f"an adapter, tune run {recipe.stem} --config {name}: {verdict}, {sizes(needs)}"
 
 
 def _profile(options: argparse.Namespace) -> "DeviceProfile | None":

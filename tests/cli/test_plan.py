@@ -63,6 +63,15 @@ def test_where_nothing_fits_the_closest_is_named_with_what_is_missing(elsewhere,
     assert not (elsewhere / "found.yaml").exists()
 
 
+def test_an_adapter_is_the_last_offer(elsewhere: Path, capsys) -> None:
+    words = ["smollm2/360M_full_single_device", *SMALL, "--vram", "0.4GiB"]
+    assert main(["plan", *words]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "an adapter, tune run lora_finetune_single_device --config smollm2/360M_"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -98,8 +98,7 @@ def found_lines(found: Found, cfg: Any, budget: Budget) -> list[str]:
             f"none of {found.tried} configurations fits with {MARGIN:.0%} to spare; the closest:",
             *(f"  {word}" for word in words),
             f"  {faults}",
-            "take a smaller model, fewer tokens (tokenizer.max_seq_len), or train an adapter: "
-            "tune plan lora_finetune_single_device ...",
+            "take a smaller model, fewer tokens (tokenizer.max_seq_len), or train an adapter",
         ]
     found_text = [
         f"the fastest of {found.tried} configurations that fits, with {MARGIN:.0%} to spare:"
@@ -110,13 +109,13 @@ def found_lines(found: Found, cfg: Any, budget: Budget) -> list[str]:
         key = word.partition("=")[0].partition(".")[0]
         line = f"  {word:<40}{LABELS.get(key, '')}"
         if key in found.without:
-            line += f"; without it {_sizes(found.without[key].planned.needs)}"
+            line += f"; without it {sizes(found.without[key].planned.needs)}"
         found_text.append(line)
-    found_text.append(f"  {_sizes(best.planned.needs)}{_time(best)}")
+    found_text.append(f"  {sizes(best.planned.needs)}{_time(best)}")
     if found.runner_up is not None:
         other = " ".join(overrides(cfg, found.runner_up.values)) or "as it is"
         needs = found.runner_up.planned.needs
-        found_text += ["runner-up:", f"  {other}", f"  {_sizes(needs)}{_time(found.runner_up)}"]
+        found_text += ["runner-up:", f"  {other}", f"  {sizes(needs)}{_time(found.runner_up)}"]
     return found_text
 
 
@@ -141,7 +140,7 @@ def found_as_json(found: Found, cfg: Any) -> dict[str, Any]:
     return {"best": best, "runner_up": runner_up, "without": without, "tried": found.tried}
 
 
-def _sizes(needs: Needs) -> str:
+def sizes(needs: Needs) -> str:
     device = needs.reserved if needs.kind != "cpu" else needs.peak
     return f"{device / GIB:.1f} GiB of the device, {needs.host_total / GIB:.1f} of the host"
 
@@ -162,11 +161,11 @@ def draw(plans: dict[str, Needs], path: Path, *, budget: Budget, title: str) -> 
     left = [0.0] * len(plans)
     names = list(_COLORS)
     for name in names:
-        sizes = [_part(needs, name) / GIB for needs in plans.values()]
-        if any(sizes):
+        parts = [_part(needs, name) / GIB for needs in plans.values()]
+        if any(parts):
             label = _NAMES.get(name, name)
-            panel.barh(list(plans), sizes, left=left, color=_COLORS[name], label=label, height=0.6)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
+            panel.barh(list(plans), parts, left=left, color=_COLORS[name], label=label, height=0.6)
+        left = [a + b for a, b in zip(left, parts, strict=True)]
     for row, end in enumerate(left):
         panel.text(end, row, f" {end:.2f}", va="center")
     widest = max(left)
