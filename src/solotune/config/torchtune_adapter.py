@@ -25,9 +25,7 @@ def adapts(model: Node | None) -> bool:
     return "lora_" in _text(items.get("_component_")) or any(key in items for key in _SETTINGS)
 
 
-def converted_adapter(
-    note: Callable[..., None], model: Mapping
-) -> tuple[Mapping, Scalar | None]:
+def converted_adapter(note: Callable[..., None], model: Mapping) -> tuple[Mapping, Scalar | None]:
     """Return the node `adapter` and the value of quantize_base, taking them out of `model`.
 
     `note` is told what became of each key: what, key, where to.
