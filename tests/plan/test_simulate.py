@@ -43,6 +43,7 @@ CASES = [
     (FULL, f"{FUSED} optimizer_in_bwd=True gradient_accumulation_steps=2 optimizer_state=host"),
     (FULL, f"{KAHAN} optimizer.state_dtype=int8 optimizer.residual=int8"),
     (FULL, f"optimizer=bitsandbytes.optim.AdamW8bit optimizer.lr=1e-3 {IN_BACKWARD}"),
+    (FULL, "optimizer=bitsandbytes.optim.AdamW8bit optimizer.lr=1e-3 optimizer_state=host"),
     (FULL, "optimizer=torch.optim.Adafactor optimizer.lr=1e-3"),
     (LORA, LORA_WORDS),
     (LORA, f"{LORA_WORDS} quantize_base=nf4 {PLAIN}"),

@@ -198,11 +198,12 @@ class Search:
     def _fitting(self) -> list[Candidate]:
         return [c for c in self._known.values() if c is not None and c.fits]
 
-    def _order(self, candidate: Candidate) -> tuple[bool, float, int]:
-        """Return what sorts candidates: exact ones first, then by time, then by what changes."""
+    def _order(self, candidate: Candidate) -> tuple[bool, float, int, int]:
+        """Return what sorts candidates: exact ones first, then by time, copies, what changes."""
         is_coarse = "optimizer" in candidate.values
+        seconds, needs = candidate.seconds or self._guess(candidate), candidate.planned.needs
         changes = len(list(overrides(self.cfg, candidate.values)))
-        return is_coarse, candidate.seconds or self._guess(candidate), changes
+        return is_coarse, float(f"{seconds:.3g}"), needs.to_device + needs.to_host, changes
 
     def _guess(self, candidate: Candidate) -> float:
         """Return a time for comparisons without a device: that of a 4090 and its bus."""

@@ -137,7 +137,7 @@ class StepWatch(MemoryTracker):
         result = self._outcomes.run(func, inputs, args, kwargs)
         held, costs = self._inside[kind]
         self.costs += costs
-        self.pass_by(held, new=tensors_in((result,)))
+        self.pass_by(held, new=tensors_in((result,)) or inputs)
         return result
 
     def ran(self, func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
