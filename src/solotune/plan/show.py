@@ -141,8 +141,10 @@ def found_as_json(found: Found, cfg: Any) -> dict[str, Any]:
 
 
 def sizes(needs: Needs) -> str:
-    device = needs.reserved if needs.kind != "cpu" else needs.peak
-    return f"{device / GIB:.1f} GiB of the device, {needs.host_total / GIB:.1f} of the host"
+    """Return what a plan takes in a few words."""
+    if needs.kind == "cpu":
+        return f"{needs.host_total / GIB:.1f} GiB of memory"
+    return f"{needs.reserved / GIB:.1f} GiB of the device, {needs.host_total / GIB:.1f} of the host"
 
 
 def _time(candidate: Candidate) -> str:
