@@ -26,6 +26,7 @@ from solotune.device_kind import device_kind
 from solotune.memory.host import HostMemory, Moved
 from solotune.memory.stepping import Stepper
 from solotune.models import Decoder
+from solotune.training.clipping import norms_of
 
 LAYER_MAJOR_FACT = (
     "optimizer_in_bwd with accumulation, clipping or resident_layers: layer-major schedule, which "
@@ -175,7 +176,7 @@ class _Parked:
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
-                self._norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+                self._norms += norms_of([parameter.grad])
                 self._moved.append((parameter, Moved(self._host, parameter.grad)))
                 parameter.grad = None
 

@@ -19,13 +19,17 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
-    norms = [norm for alike in _batches(grads) for norm in _norms(alike)]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = torch.linalg.vector_norm(torch.stack(norms_of(grads)))
     if max_norm is None:
         return norm
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def norms_of(grads: list[Tensor]) -> list[Tensor]:
+    """Return fp32 norms whose own norm is that of all gradients: of each, or of its pieces."""
+    return [norm for alike in _batches(grads) for norm in _norms(alike)]
 
 
 def _batches(grads: list[Tensor]) -> list[list[Tensor]]:
