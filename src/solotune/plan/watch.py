@@ -19,6 +19,10 @@ from solotune.plan.kernels import flops, held_inside, is_entered
 from solotune.plan.outcomes import Outcomes
 
 
+# From torch 2.13 on a run sets that pinned buffers keep their size.
+_PINS_POWERS_OF_TWO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
 @dataclass(frozen=True)
 class Step:
     """What one optimizer step has needed; bytes."""
@@ -28,7 +32,7 @@ class Step:
     reserved: int  # by a card's allocator, with the holes in it; elsewhere as allocated
     host: Peak
     together: int  # on device and host at one moment: where both are one memory
-    pinned: int  # of the host, as the system hands it out: powers of two
+    pinned: int  # of the host, as the system hands it out
     pinned_use: int  # what of it is used
     disk: Peak
     to_device: int  # copied from the host
@@ -154,7 +158,8 @@ class StepWatch(MemoryTracker):
         """Return what a storage takes on a card, or of host memory that is pinned for one."""
         if life.place == "device":
             return rounded(life.num_bytes)
-        return 1 << (life.num_bytes - 1).bit_length() if life.pinned else life.num_bytes
+        rounds = life.pinned and _PINS_POWERS_OF_TWO
+        return 1 << (life.num_bytes - 1).bit_length() if rounds else life.num_bytes
 
     def _of_device(self) -> list[Event]:
         """Return the events of device memory, an empty one for each of another's."""
