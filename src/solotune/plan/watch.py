@@ -18,7 +18,6 @@ from solotune.plan.allocator import Event, reserved_bytes, rounded
 from solotune.plan.kernels import flops, held_inside, is_entered
 from solotune.plan.outcomes import Outcomes
 
-
 # From torch 2.13 on a run sets that pinned buffers keep their size.
 _PINS_POWERS_OF_TWO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
