@@ -40,7 +40,7 @@ CONFIG = "smollm2/135M_full_single_device"
         ("tune cat full_finetune_s", ["full_finetune_single_device"]),
         ("tune cp mine", []),
         ("tune diff ", []),
-        (f"tune diff mine.yaml {CONFIG[:11]}", [CONFIG]),
+        (f"tune diff mine.yaml {CONFIG[:14]}", [CONFIG]),
         ("tune completion ", ["bash", "fish", "zsh"]),
         ("tune run gone.py --config gone.yaml x", []),
         ("tune inspect ", ["data", "model"]),

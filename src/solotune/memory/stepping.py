@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ class Stepper:
             raise ConfigError(
                 "optimizer.bf16_stochastic_round=True has no effect: no weight is bf16, set "
                 "dtype=bf16 or remove the key"
+            )
+        closure = signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            kind = type(optimizer)
+            raise ConfigError(
+                f"optimizer: {kind.__module__.removesuffix('.lbfgs')}.{kind.__name__}: it asks for "
+                "the loss again within a step (closure): use another optimizer"
             )
         self.optimizer = optimizer
         self.home = home
