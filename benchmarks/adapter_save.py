@@ -173,7 +173,7 @@ def digest(model: Decoder) -> str:
     found = hashlib.blake2b()
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            found.update(parameter.view(-1).view(torch.uint8).numpy())
+            found.update(parameter.view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

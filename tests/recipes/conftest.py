@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ADAPTER = {"adapter.rank": 4, "adapter.targets": "[all-linear, embed_tokens, lm_head]"}
 
 
-def basics(model: Path, chats: Path, *, recipe: Path | None = None, **changes: object) -> list[str]:
+def basics(model: Path, chats: Path, *, recipe: Any = None, **changes: object) -> list[str]:
     """Return the overrides of a short fp32 training run on CPU; `changes` win."""
     needs_adapter = recipe is not None and "adapter" in read_schema(recipe)
     values = {
