@@ -73,6 +73,7 @@ def main(packs: str, model: str, out: str, *words_given: str) -> None:
         "device=cpu",
         "seed=42",
         "log_every_n_steps=1",
+        "plan=False",  # draws a batch, which is none of the work
         *overrides,
     ]
     if code := tune(words):

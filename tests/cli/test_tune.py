@@ -295,7 +295,7 @@ def test_a_command_with_torchtunes_keys_is_valid_and_runs_up_to_the_missing_weig
     [
         ("optimizer.lr=-1", "optimizer.lr=-1: use 0 or more"),
         ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1: use 0 or more"),
-        ("optimizer.betas=[0.9]", "optimizer: torchao.optim.AdamW8bit: "),
+        ("optimizer.betas=[0.9]", "optimizer.betas: a list of 2 (each: a number) is needed"),
         ("loss.chunk_tokens=0", "loss.chunk_tokens=0: use at least 1, or null"),
         ("lr_scheduler.warmup_ratio=5", "lr_scheduler.warmup_ratio=5.0: use a value from 0 to 1"),
         ("tokenizer.max_seq_len=1", "tokenizer.max_seq_len: 2 or more is needed, not 1"),
