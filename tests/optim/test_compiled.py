@@ -79,7 +79,7 @@ def test_compiled_steps_are_the_eager_ones(kind: type, residual: str, state: str
 def test_one_code_serves_all_sizes_rates_and_steps(monkeypatch, state: StateDtype) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    monkeypatch.setattr(compensated, "_COMPILED_PIECE_ON_CPU", 2**14)
+    monkeypatch.setattr(compensated, "_PIECE_ON_CPU", 2**14)
     function = torch.compile(compensated._step_piece, dynamic=True, backend=counter)
     monkeypatch.setattr(compensated, "_compiled", lambda format: function)
     shapes = [(64, 256), (128, 256), (300, 100), (256, 1024), (256, 1025)]
@@ -98,7 +98,7 @@ def test_without_a_compiler_a_run_goes_on_and_says_so_once(monkeypatch, compile)
     function = torch.compile(compensated._step_piece, dynamic=True, backend=broken)
     monkeypatch.setattr(compensated, "_compiled", lambda format: function)
     monkeypatch.setattr(compensated, "_COMPILED_FROM", 1)
-    monkeypatch.setattr(compensated, "_COMPILED_PIECE_ON_CPU", 2**14)  # several of a matrix
+    monkeypatch.setattr(compensated, "_PIECE_ON_CPU", 2**14)  # several of a matrix
     made = []
     for wanted in (False, compile):
         weights = parameters(torch.bfloat16)

@@ -19,9 +19,10 @@ from solotune.optim.rounding import join, split_
 Residual = Literal["int16", "int8", "none"]
 
 # Numbers stepped at a time: the fp32 temporaries of a whole embedding would make the memory peak.
-# On CPU they stay in the cache; a card wants fewer, larger kernels. Compiled there are none.
-_PIECE_ON_CPU, _COMPILED_PIECE_ON_CPU, _PIECE = 2**16, 2**18, 2**23
-assert _PIECE_ON_CPU % BLOCK == _COMPILED_PIECE_ON_CPU % BLOCK == _PIECE % BLOCK == 0
+# On CPU they stay in the cache, and are large enough to be shared by threads; a card wants fewer,
+# larger kernels. Compiled there are none.
+_PIECE_ON_CPU, _PIECE = 2**18, 2**23
+assert _PIECE_ON_CPU % BLOCK == _PIECE % BLOCK == 0
 _COMPILED_FROM = 2**24  # numbers of all parameters, from where seconds of compiling pay
 
 
@@ -102,7 +103,7 @@ class Compensated(Optimizer):
         names = [name for name in state if name != "step"]
         kept = {name: state[name].view(-1) for name in names}
         step_piece = self._step_piece_of(parameter, kept, group)
-        pieces = _pieces(weight, by_block="exp_avg_scale" in kept, eager=step_piece is _step_piece)
+        pieces = _pieces(weight, by_block="exp_avg_scale" in kept)
         key = {"seed": group["seed"], "step": state["step"], "parameter": self._numbers[parameter]}
         keys = noise_keys(weight.device, starts=[piece.start for piece in pieces], **key)
         numbers = torch.tensor(self.numbers(state["step"], group), dtype=torch.float32)
@@ -184,7 +185,7 @@ class Compensated(Optimizer):
             return torch.zeros_like(parameter, dtype=kind)
         number, flat = self._numbers[parameter], parameter.detach().view(-1)
         remainder = torch.empty_like(flat, dtype=kind)
-        pieces = _pieces(flat, by_block=False, eager=True)
+        pieces = _pieces(flat, by_block=False)
         keys = noise_keys(
             flat.device,
             seed=group["seed"],
@@ -200,11 +201,9 @@ class Compensated(Optimizer):
         return remainder.view(parameter.shape)
 
 
-def _pieces(flat: Tensor, *, by_block: bool, eager: bool) -> list[slice]:
+def _pieces(flat: Tensor, *, by_block: bool) -> list[slice]:
     """Return slices of a flat parameter; with `by_block` a block that is not full has its own."""
-    size = _PIECE
-    if device_kind(flat) == "cpu":
-        size = _PIECE_ON_CPU if eager else _COMPILED_PIECE_ON_CPU
+    size = _PIECE_ON_CPU if device_kind(flat) == "cpu" else _PIECE
     numel = flat.numel()
     full = numel - numel % BLOCK if by_block else numel
     pieces = [slice(start, min(start + size, full)) for start in range(0, full, size)]
