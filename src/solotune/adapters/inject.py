@@ -39,13 +39,12 @@ def inject(model: Decoder, adapter: LoRA) -> list[str]:
             "adapter.targets, or set one of the two off"
         )
     layers = adaptable_layers(model)
-    for name in names:
-        width = min(_widths(layers[name]))
-        if adapter.rank > width:
-            raise ConfigError(
-                f"adapter.rank={adapter.rank} exceeds the width {width} of {name}: use at most "
-                f"{width}, or leave {name.rpartition('.')[2]} out of adapter.targets"
-            )
+    width, narrowest = min((min(_widths(layers[name])), name) for name in names)
+    if adapter.rank > width:
+        raise ConfigError(
+            f"adapter.rank={adapter.rank} exceeds the width {width} of {narrowest}: use at most "
+            f"{width}, or leave {narrowest.rpartition('.')[2]} out of adapter.targets"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name in names:
