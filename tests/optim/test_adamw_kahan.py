@@ -164,7 +164,7 @@ def test_a_steps_temporaries_do_not_grow_with_the_parameter() -> None:
     optimizer.step()
     peak = allocated(optimizer.step).peak
     print(f"{peak / 2**20:.2f} MiB of temporaries")
-    assert peak <= 4.1 * 2**20
+    assert peak <= 5.1 * 2**20  # five of a piece in fp32
 
 
 @pytest.mark.parametrize("settings", [{"lr": -1e-3}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])

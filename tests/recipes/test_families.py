@@ -40,6 +40,8 @@ def write(tiny_tokenizer_dir: Path, tmp_path: Path) -> Write:
     return write
 
 
+# PEFT's, where both the embedding and the head it is tied to have an adapter of their own.
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @each_training
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
 def test_a_family_trains_is_saved_and_answers_as_transformers_lets_it(
