@@ -63,7 +63,10 @@ def test_a_family_trains_is_saved_and_answers_as_transformers_lets_it(
     tokenizer = load_tokenizer(final)
     tokens_1S = torch.tensor([tokenizer.encode(prompt, add_bos=tokenizer.adds_bos)])
     theirs: Any = AutoModelForCausalLM.from_pretrained(final)
-    theirs_1S = theirs.generate(tokens_1S, max_new_tokens=12, do_sample=False)
+    limits: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    if (final / "adapter_config.json").exists():  # transformers goes by its base's own config
+        limits["eos_token_id"] = tokenizer.stop_ids()
+    theirs_1S = theirs.generate(tokens_1S, **limits)
     answer = tokenizer.decode(theirs_1S[0, tokens_1S.size(1) :].tolist(), skip_special=True)
     assert json.loads(answers.read_text())["answer"] == answer
 
