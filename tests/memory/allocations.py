@@ -1,5 +1,6 @@
 """Bytes that PyTorch's CPU allocator handed out while a function ran."""
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ class Allocated(NamedTuple):
 
 def allocated(run: Callable[[], Any]) -> Allocated:
     """Call `run` and return what it allocated; temporaries inside operators count."""
+    gc.collect()  # or what an earlier test has left is freed inside
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     assert profiler.profiler is not None
