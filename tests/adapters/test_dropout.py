@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
 from solotune.adapters import LoRA, adapter_parameters, initialize, inject
 from solotune.adapters.lora_dropout import drop, drop_and_project, layer_key
-from solotune.memory import checkpoint_blocks
+from solotune.memory import checkpoint_blocks, compile_blocks
 from solotune.models import Decoder
 from tests.models.tiny import accumulate_gradients, make_batch, take_gradients, tiny
 
@@ -63,6 +64,22 @@ def test_recomputation_and_order_give_the_same_gradients_bit_for_bit(dora: bool)
     keyless = [replace(batch, key=None) for batch in batches]
     accumulate_gradients(model, keyless)
     assert not any(torch.equal(g, plain[name]) for name, g in take_gradients(model).items())
+
+
+def test_compiled_blocks_drop_the_same_and_share_one_graph() -> None:
+    """Whatever the block and the micro-batch, nothing is compiled anew."""
+    counters.clear()
+    plain, compiled = adapted(dropout=0.3), adapted(dropout=0.3)
+    compile_blocks(compiled)
+    for key in (1, 2):
+        batch = replace(make_batch((9, 5)), key=key)
+        for model in (plain, compiled):
+            accumulate_gradients(model, [batch])
+        wanted = take_gradients(plain)
+        for name, gradient in take_gradients(compiled).items():
+            torch.testing.assert_close(gradient, wanted[name], atol=1e-4, rtol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 def test_dropout_saves_nothing_beside_the_input_of_the_layer() -> None:
