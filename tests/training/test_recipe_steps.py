@@ -44,6 +44,7 @@ def run(tmp_path: Path, tiny_tokenizer_dir: Path) -> Run:
             "optimizer": "torch.optim.AdamW",
             "optimizer.lr": 1e-2,
             "val_fraction": 0,
+            "plan": False,  # its line in metrics.jsonl is no step
             "epochs": 1,
             "batch_size": 1,
             **changes,
