@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import (
     LoraConfig,
     PeftModel,
@@ -18,8 +17,7 @@ from torch import Tensor
 from solotune.adapters import LoRA, adapter_parameters, initialize, inject
 from solotune.data.batch import Batch
 from solotune.models import Decoder
-from tests.models.oracle import oracle
-from tests.models.tiny import accumulate_gradients, segments_of
+from tests.models.oracle import oracle, step_ten_times
 
 
 def adapted(model: Decoder, adapter: LoRA, *, spread: float = 0.0) -> tuple[Decoder, PeftModel]:
@@ -73,22 +71,4 @@ def ten_losses(ours: Decoder, theirs: PeftModel, batches: Sequence[Batch]) -> tu
     our_optimizer = torch.optim.AdamW(adapter_parameters(ours).values(), **options)
     trained = [p for p in theirs.parameters() if p.requires_grad]
     their_optimizer = torch.optim.AdamW(trained, **options)
-    sequences = [tokens_S for batch in batches for tokens_S in segments_of(batch)]
-    num_targets = sum(batch.num_targets for batch in batches)
-
-    our_losses, their_losses = [], []
-    for _ in range(10):
-        our_losses.append(accumulate_gradients(ours, batches))
-        our_optimizer.step()
-        our_optimizer.zero_grad()
-
-        total = torch.zeros(())
-        for tokens_S in sequences:
-            logits_SV = theirs(input_ids=tokens_S.unsqueeze(0)).logits[0]
-            loss = F.cross_entropy(logits_SV[:-1], tokens_S[1:], reduction="sum") / num_targets
-            loss.backward()
-            total += loss.detach()
-        their_losses.append(total)
-        their_optimizer.step()
-        their_optimizer.zero_grad()
-    return torch.stack(our_losses), torch.stack(their_losses)
+    return step_ten_times(ours, our_optimizer, theirs, their_optimizer, batches)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from solotune.data.batch import Batch
@@ -74,6 +75,17 @@ def ten_losses(
         lr=3e-3,
         weight_decay=0.1,
     )
+    return step_ten_times(ours, our_optimizer, theirs, their_optimizer, batches)
+
+
+def step_ten_times(
+    ours: Decoder,
+    our_optimizer: Optimizer,
+    theirs: Any,
+    their_optimizer: Optimizer,
+    batches: Sequence[Batch],
+) -> tuple[Tensor, Tensor]:
+    """Step both models by their optimizers over all batches; return their losses."""
     sequences = [tokens_S for batch in batches for tokens_S in segments_of(batch)]
     num_targets = sum(batch.num_targets for batch in batches)
 
@@ -85,7 +97,7 @@ def ten_losses(
 
         total = torch.zeros(())
         for tokens_S in sequences:
-            logits_SV = theirs(tokens_S.unsqueeze(0)).logits[0]
+            logits_SV = theirs(input_ids=tokens_S.unsqueeze(0)).logits[0]
             loss = F.cross_entropy(logits_SV[:-1], tokens_S[1:], reduction="sum") / num_targets
             loss.backward()
             total += loss.detach()

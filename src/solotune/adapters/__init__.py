@@ -12,6 +12,7 @@ from solotune.adapters.inject import is_adapter as is_adapter
 from solotune.adapters.inject import merged_weight as merged_weight
 from solotune.adapters.inject import target_names as target_names
 from solotune.adapters.lora import LoRA as LoRA
+from solotune.adapters.lora_layers import Addition as Addition
 from solotune.adapters.nf4 import FourBit as FourBit
 from solotune.adapters.nf4_linear import NF4Linear as NF4Linear
 from solotune.adapters.nf4_linear import four_bit_linears as four_bit_linears

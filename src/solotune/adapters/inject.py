@@ -14,7 +14,12 @@ import torch
 from torch import nn
 
 from solotune.adapters.lora import ALL_LINEAR, LoRA
-from solotune.adapters.lora_layers import LoRAEmbedding, LoRALinear, adapted_class
+from solotune.adapters.lora_layers import (
+    Addition,
+    LoRAEmbedding,
+    LoRALinear,
+    adapted_class,
+)
 from solotune.config.suggest import suggest
 from solotune.errors import ConfigError
 from solotune.models.decoder import Decoder
@@ -47,36 +52,26 @@ def inject(model: Decoder, adapter: LoRA) -> list[str]:
         )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    addition = Addition(
+        rank=adapter.rank,
+        scaling=adapter.scaling,
+        dropout=adapter.dropout,
+        dora=adapter.dora,
+        dtype=_DTYPES[adapter.dtype],
+    )
     for name in names:
-        adapt_layer(
-            model,
-            name,
-            rank=adapter.rank,
-            scaling=adapter.scaling,
-            dropout=adapter.dropout,
-            dora=adapter.dora,
-            dtype=_DTYPES[adapter.dtype],
-        )
+        adapt_layer(model, name, addition)
     return names
 
 
-def adapt_layer(
-    model: Decoder,
-    name: str,
-    *,
-    rank: int,
-    scaling: float,
-    dropout: float,
-    dora: bool,
-    dtype: torch.dtype,
-) -> None:
+def adapt_layer(model: Decoder, name: str, addition: Addition) -> None:
     """Add an adapter on meta to one layer, whose own weights stay."""
     if name == "lm_head" and model.lm_head is None:
         model.add_tied_output()
     layer = model.get_submodule(name)
     layer.__class__ = adapted_class(type(layer))
     assert isinstance(layer, AdaptedLayer)
-    layer.add_adapter(name, rank=rank, scaling=scaling, dropout=dropout, dora=dora, dtype=dtype)
+    layer.add_adapter(name, addition)
 
 
 def initialize(model: Decoder, seed: int) -> None:

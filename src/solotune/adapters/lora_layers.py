@@ -10,6 +10,7 @@ Shapes: ... any, T tokens, I in, O out, R rank, V vocabulary, D width.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,17 @@ from solotune.models.linear import Linear
 from solotune.models.output import AdaptedOutput
 
 _PIECE = 2**22  # numbers of a weight that are in fp32 at once, on a CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addition:
+    """What one layer gets: the rank and dtype of its matrices, and how they are used."""
+
+    rank: int
+    scaling: float
+    dropout: float
+    dora: bool
+    dtype: torch.dtype
 
 
 class Factor(nn.Module):
@@ -43,21 +55,13 @@ class LoRALinear(Linear):
     scaling: float
     dropout: float
 
-    def add_adapter(
-        self,
-        name: str,
-        *,
-        rank: int,
-        scaling: float,
-        dropout: float,
-        dora: bool,
-        dtype: torch.dtype,
-    ) -> None:
+    def add_adapter(self, name: str, addition: Addition) -> None:
         """Add the parameters, on meta; `name` is the layer's in the model."""
-        self.scaling, self.dropout, self.layer_key = scaling, dropout, layer_key(name)
-        self.lora_A = Factor(rank, self.in_features, dtype)
-        self.lora_B = Factor(self.out_features, rank, dtype)
-        magnitude = _new(self.out_features, dtype=torch.float32) if dora else None
+        self.scaling, self.dropout = addition.scaling, addition.dropout
+        self.layer_key = layer_key(name)
+        self.lora_A = Factor(addition.rank, self.in_features, addition.dtype)
+        self.lora_B = Factor(self.out_features, addition.rank, addition.dtype)
+        magnitude = _new(self.out_features, dtype=torch.float32) if addition.dora else None
         self.register_parameter("lora_magnitude_vector", magnitude)
 
     def forward(self, input: Tensor, context: Any = None) -> Tensor:
@@ -158,21 +162,12 @@ class LoRAEmbedding(Embedding):
     lora_magnitude_vector: nn.Parameter | None  # (D,)
     scaling: float
 
-    def add_adapter(
-        self,
-        name: str,
-        *,
-        rank: int,
-        scaling: float,
-        dropout: float,
-        dora: bool,
-        dtype: torch.dtype,
-    ) -> None:
+    def add_adapter(self, name: str, addition: Addition) -> None:
         """Add the parameters, on meta; there is no dropout, as in PEFT."""
-        self.scaling = scaling
+        self.scaling, rank, dtype = addition.scaling, addition.rank, addition.dtype
         self.lora_embedding_A = _new(rank, self.num_embeddings, dtype=dtype)
         self.lora_embedding_B = _new(self.embedding_dim, rank, dtype=dtype)
-        magnitude = _new(self.embedding_dim, dtype=torch.float32) if dora else None
+        magnitude = _new(self.embedding_dim, dtype=torch.float32) if addition.dora else None
         self.register_parameter("lora_magnitude_vector", magnitude)
 
     def forward(self, input: Tensor) -> Tensor:

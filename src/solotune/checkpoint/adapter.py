@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from solotune.adapters import (
+    Addition,
     LoRA,
     adapt_layer,
     adaptable_layers,
@@ -85,15 +86,14 @@ def inject_stored(
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name in adapter.layers:
-        adapt_layer(
-            model,
-            name,
+        addition = Addition(
             rank=adapter.rank(name),
             scaling=adapter.scaling(name),
             dropout=dropout,
             dora=adapter.config.dora,
             dtype=dtype,
         )
+        adapt_layer(model, name, addition)
     return list(adapter.layers)
 
 
