@@ -5,7 +5,8 @@ Ids 0 to 255 are the bytes, then come `<s> </s> <|im_start|> <|im_end|>`.
 
 import importlib.util
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,23 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_process_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Forget modules that a test wrote, and its number of threads, on which fp32 sums depend."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    torch = sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch else 0
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None) or "").startswith(written):
+            del sys.modules[name]
+    if torch:
+        torch.set_num_threads(threads)
 
 
 def byte_alphabet() -> list[str]:

@@ -1,6 +1,5 @@
 """A recipe of a few keys, and a loader of YAML text for it."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,8 +62,7 @@ output_dir: out
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("sys.path", [*sys.path])  # modules beside it are found in this test only
+def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.py"
     path.write_text(RECIPE)
     return path

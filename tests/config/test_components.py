@@ -138,8 +138,17 @@ def nested(recipe: Path):
         words = ("output_dir=x", "optimizer=beside_nested.outer", "dataset=a.csv", *words)
         return load(recipe, None, words).values["optimizer"]
 
-    yield load_nested
-    sys.modules.pop("beside_nested", None)
+    return load_nested
+
+
+@pytest.mark.parametrize("module", ["colorsys", "time"])
+def test_a_module_that_python_has_by_that_name_is_not_taken_for_the_one_beside(
+    recipe: Path, module: str
+) -> None:
+    (recipe.parent / f"{module}.py").write_text("def zero(total_steps):\n    return 0\n")
+    words = ("output_dir=x", "dataset=a.csv", f"optimizer={module}.zero")
+    with pytest.raises(ConfigError, match="not the one beside the recipe: give yours another name"):
+        _ = load(recipe, None, words).values["optimizer"].target
 
 
 def test_a_loss_that_does_not_take_what_the_model_needs_is_refused(recipe: Path):
@@ -150,7 +159,6 @@ def test_a_loss_that_does_not_take_what_the_model_needs_is_refused(recipe: Path)
     assert mine.build(soft_cap=None) == 1
     with pytest.raises(ConfigError, match=r"loss: the model needs soft_cap=30\.0, which beside_l"):
         mine.build(soft_cap=30.0)
-    sys.modules.pop("beside_loss", None)
 
 
 def test_nested_components_are_checked_and_built(nested):

@@ -11,6 +11,7 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from solotune.config import torchtune
@@ -148,6 +149,9 @@ class Component:
         except Exception as error:  # a module beside the recipe is the user's own
             fault = f"importing {module_name} failed: {type(error).__name__}: {error}"
             raise ConfigError(self._message(fault)) from error
+        hidden = self._hidden_by(module)
+        if hidden:
+            raise ConfigError(self._message(hidden))
         if not hasattr(module, name):
             public = [n for n, o in vars(module).items() if self._fault(n, o) is None]
             guess = suggest(name, public, prefix=f"{module_name}.")
@@ -157,6 +161,19 @@ class Component:
         if fault:
             raise ConfigError(self._message(fault))
         return target
+
+    def _hidden_by(self, module: ModuleType) -> str | None:
+        """Say which module came instead of the one beside the recipe, whose name it has."""
+        within = self.permissions
+        if within.trusts(self.path) or not within.beside_recipe(self.path):
+            return None
+        if any(_is_under(self.path, root) for root in ROOTS):
+            return None
+        file = getattr(module, "__file__", None)
+        if file and Path(file).resolve().is_relative_to(within.recipe_folder or file):
+            return None
+        other = f"{module.__name__} is {file or 'a part of Python'}, not the one beside the recipe"
+        return f"{other}: give yours another name"
 
     def _fault(self, name: str, target: Any) -> str | None:
         """Judge the object itself, not the name it was found under: an import makes an alias."""
