@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from solotune.collector import collector_off
 from solotune.config import located
 from solotune.config.command_line import (
     Parser,
@@ -69,7 +70,8 @@ def import_recipe(recipe: Path) -> ModuleType:
     assert spec.loader, recipe
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with collector_off():
+        spec.loader.exec_module(module)
     return module
 
 

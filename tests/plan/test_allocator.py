@@ -8,7 +8,7 @@ MIB = 2**20
 
 
 def reserved(*events: tuple[int, int, int]) -> int:
-    return reserved_bytes([Event(*event) for event in events], [len(events)])[0]
+    return reserved_bytes([[Event(*event) for event in events]])[0]
 
 
 def test_ranges_grow_by_whole_pages() -> None:
@@ -41,5 +41,5 @@ def test_reserved_is_never_less_than_what_is_allocated() -> None:
         events.append(Event(block, size, 1))
         now += -(-size // 512) * 512
         highest = max(highest, now)
-    found = reserved_bytes(events, [len(events)])[0]
+    found = reserved_bytes([events])[0]
     assert highest <= found < 1.2 * highest

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from solotune.collector import collector_off
 from solotune.config.exit_code import exit_code
 from solotune.config.loading import Loaded, load, located
 from solotune.config.registry import find_config
@@ -71,7 +72,8 @@ def load_arguments(recipe: Path, options: argparse.Namespace) -> Loaded:
     loaded = load(
         recipe, config, options.overrides, trust=options.trust, config_name=options.config
     )
-    loaded.check_components()
+    with collector_off():  # imports torch and its compiler
+        loaded.check_components()
     return loaded
 
 

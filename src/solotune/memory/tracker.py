@@ -67,6 +67,9 @@ class MemoryTracker:
 
     def __enter__(self) -> "MemoryTracker":
         self._parameters = list(self.model.parameters())  # a walk over all modules is slow
+        self._of_size: dict[int, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            self._of_size.setdefault(parameter.numel(), []).append(parameter)
         for tensor in (*self._parameters, *self.model.buffers()):
             self._mark(tensor, "weights")
         if self.host.weights is not None:
@@ -135,7 +138,7 @@ class MemoryTracker:
     def see(self, tensor: Tensor, *, is_new: bool) -> list[Life]:
         """Note what lives in a tensor; not `is_new`: unless known, it was alive at the start."""
         lives = []
-        for part in parts_of(tensor):
+        for part in (tensor,) if _is_plain(tensor) else parts_of(tensor):
             storage = part.untyped_storage()
             key = storage._cdata
             life = self._live.get(key)
@@ -226,7 +229,7 @@ class MemoryTracker:
         return buffer
 
     def _take_buffer(self, place: str, take: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        self._mark_gradients(self._parameters)  # of which it may be one
+        self._mark_gradients(self._of_size.get(like.numel(), ()))  # of which it may be one
         (source,), buffer = self.see(like, is_new=False), take(like)
         (life,) = self.see(buffer, is_new=True)
         if life.place == place and life.source is not None:  # used again: for something else
@@ -245,7 +248,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._tracker = tracker
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def _show(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked by autograd all the time
             return args[0].fake_device
         tracker, kwargs = self._tracker, kwargs or {}
@@ -273,6 +276,10 @@ class _Operators(TorchDispatchMode):
         # A custom operator: run its kernel with eyes open.
         device = next((t.device.type for t in inputs if not t.is_cpu), "cpu")
         return self._tracker.enter(func, device, args, kwargs)
+
+
+# Not in the class body, where torch wraps it for the compiler, which is off: a third of the time.
+_Operators.__torch_dispatch__ = _Operators._show
 
 
 def tensors_in(values: Any) -> list[Tensor]:

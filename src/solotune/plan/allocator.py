@@ -8,7 +8,7 @@ Source: PyTorch's c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 GRANULE = 512  # bytes: what a block is rounded up to
@@ -77,18 +77,18 @@ class _Range:
         del self._size_at[start], self._start_before[start + size]
 
 
-def reserved_bytes(events: Iterable[Event], ends: Sequence[int]) -> list[int]:
-    """Return what is reserved after each number of events in `ends`."""
+def reserved_bytes(steps: Iterable[Iterable[Event]]) -> list[int]:
+    """Return what is reserved after the events of each step."""
     small, large = _Range(_PAGE_SMALL), _Range(_PAGE_LARGE)
     starts: dict[int, int] = {}
     reserved = []
-    for number, event in enumerate(events, start=1):
-        size = rounded(event.num_bytes)
-        pool = small if size <= _SMALL else large
-        if size and event.sign > 0:
-            starts[event.block] = pool.take(size)
-        elif size and event.block in starts:
-            pool.give(starts.pop(event.block), size)
-        if number in ends:
-            reserved += [small.mapped + large.mapped] * ends.count(number)
+    for events in steps:
+        for block, num_bytes, sign in events:
+            size = rounded(num_bytes)
+            pool = small if size <= _SMALL else large
+            if size and sign > 0:
+                starts[block] = pool.take(size)
+            elif size and block in starts:
+                pool.give(starts.pop(block), size)
+        reserved.append(small.mapped + large.mapped)
     return reserved

@@ -35,6 +35,9 @@ class Outcomes:
     def __init__(self, fake: FakeTensorMode, kind: str) -> None:
         self.fake = fake
         self._known = _KNOWN.setdefault(kind, {})
+        with torch._C._DisableTorchDispatch():
+            first = FakeTensor(fake, torch.empty(0, device="meta"), _DEVICE)
+        self._attributes = dict(vars(first))  # which all of one mode and device share
 
     def kind(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what calls with results of the same shapes have in common; None: unknown."""
@@ -77,7 +80,13 @@ class Outcomes:
                 storage = inputs[outcome.source].untyped_storage()
                 tensor = torch.empty(0, dtype=outcome.dtype, device="meta")
                 tensor.set_(storage, outcome.offset, outcome.size, outcome.stride)
-        return FakeTensor(self.fake, tensor, _DEVICE)
+        # As FakeTensor's own constructor, which spends more on its checks than all else costs here.
+        made = Tensor._make_subclass(
+            FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=_DEVICE
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes)
+        return made
 
 
 def _kinds(values: Iterable[Any]) -> tuple[Any, ...]:

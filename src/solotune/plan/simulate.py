@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from solotune.collector import collector_off
 from solotune.data import Batch
 from solotune.device_kind import standing_for
 from solotune.memory.stepping import Stepper
@@ -131,7 +132,8 @@ def simulate(recipe: Any, cfg: Any, *, kind: str, work: Work, folder: Path) -> S
             fill_parameters(model, lambda p: torch.empty(p.shape, dtype=p.dtype))
 
     fork = torch.random.fork_rng(devices=[])  # a run that was planned draws the same numbers
-    with fork, standing_for(kind), tempfile.TemporaryDirectory() as output_dir:
+    folders = tempfile.TemporaryDirectory()
+    with fork, collector_off(), standing_for(kind), folders as output_dir:
         training = Training(
             recipe,
             cfg,
@@ -147,7 +149,7 @@ def simulate(recipe: Any, cfg: Any, *, kind: str, work: Work, folder: Path) -> S
         watched = {"loss_fn": training.loss_fn, "stepper": stepper, "host": training.host}
         watch = StepWatch(model, **watched, kind=kind, pairs=work.pairs, fake=fake)
         repeats = Repeats(watch, stepper.optimizer)
-        sizes = [1, *({1} if count == 1 else {2, min(count, _MOST_SIMULATED)})]
+        sizes = [1, *range(min(count, 2), min(count, _MOST_SIMULATED) + 1)]
         groups = [[work.batch(fake) for _ in range(size)] for size in sizes]
         with closing(stepper), fake, watch, replaced(stepper, "_step_only", repeats.step):
             for group in groups:

@@ -120,8 +120,7 @@ class StepWatch(MemoryTracker):
                 )
             )
         if on_card:
-            ends = [len(self._before) + end.moment for _, _, end in self._steps]
-            reserved = reserved_bytes(self._of_device(), ends)
+            reserved = reserved_bytes(self._of_device())
             found = [replace(step, reserved=r) for step, r in zip(found, reserved, strict=True)]
         return found
 
@@ -160,13 +159,18 @@ class StepWatch(MemoryTracker):
         rounds = life.pinned and _PINS_POWERS_OF_TWO
         return 1 << (life.num_bytes - 1).bit_length() if rounds else life.num_bytes
 
-    def _of_device(self) -> list[Event]:
-        """Return the events of device memory, an empty one for each of another's."""
-        lives = [*((life, 1) for life in self._before), *((e[2], e[3]) for e in self._events)]
-        return [
-            Event(id(life), life.num_bytes if life.place == "device" else 0, sign)
-            for life, sign in lives
+    def _of_device(self) -> Iterator[list[Event]]:
+        """Yield the events of device memory of each step; the first has the start."""
+        events = [
+            Event(id(life), life.num_bytes, 1) for life in self._before if life.place == "device"
         ]
+        done = 0
+        for _, _, end in self._steps:
+            for _, _, life, sign in self._events[done : end.moment]:
+                if life.place == "device":
+                    events.append(Event(id(life), life.num_bytes, sign))
+            yield events
+            events, done = [], end.moment
 
     def _compiled(self, compile: Callable[..., Any], function: Any = None, **settings: Any) -> Any:
         """Return what stands for a compiled function: a fused one holds no intermediate result."""
@@ -205,6 +209,10 @@ class StepWatch(MemoryTracker):
 
 @cache
 def _is_view(func: Any) -> bool:
+    """Whether an operator always returns its input's storage, and writes nothing."""
+    composite = "CompositeImplicitAutograd"  # `to` and `reshape`, which may copy
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
+        return False
     returns = func._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
