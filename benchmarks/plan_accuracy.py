@@ -121,6 +121,7 @@ def cases() -> list[Case]:
     lora = f"{FUSED} adapter.rank=16 adapter.targets=all-linear"
     found += [
         Case(small, lora, recipe=LORA),
+        Case(small, f"{lora} adapter.dropout=0.1", recipe=LORA),
         Case(small, f"{lora} quantize_base=nf4 {PLAIN}", recipe=LORA),
         Case(wide, f"{lora} adapter.dora=True quantize_base=nf4", recipe=LORA),
         Case(biased, f"{lora} {IN_BACKWARD} gradient_accumulation_steps=2", recipe=LORA),
@@ -220,7 +221,8 @@ def batch(work: Work, vocab: int, random: np.random.Generator) -> Batch:
         [(random.integers(vocab, size=n), np.ones(n, np.uint8)) for n in lengths]
         for lengths in work.segments
     ]
-    return collate(rows, row_length=work.tokens, max_segments=max(map(len, work.segments)))
+    most = max(map(len, work.segments))
+    return collate(rows, row_length=work.tokens, max_segments=most, key=0)
 
 
 @contextmanager

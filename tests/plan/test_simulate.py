@@ -46,6 +46,7 @@ CASES = [
     (FULL, "optimizer=bitsandbytes.optim.AdamW8bit optimizer.lr=1e-3 optimizer_state=host"),
     (FULL, "optimizer=torch.optim.Adafactor optimizer.lr=1e-3"),
     (LORA, LORA_WORDS),
+    (LORA, f"{LORA_WORDS} adapter.dropout=0.1"),
     (LORA, f"{LORA_WORDS} quantize_base=nf4 {PLAIN}"),
 ]
 
@@ -70,7 +71,7 @@ def batch(random: np.random.Generator) -> Batch:
     rows = [
         [(random.integers(1000, size=n), np.ones(n, np.uint8)) for n in row] for row in WORK.lengths
     ]
-    return collate(rows, row_length=WORK.tokens, max_segments=2)
+    return collate(rows, row_length=WORK.tokens, max_segments=2, key=0)
 
 
 @pytest.mark.parametrize(("recipe", "words"), CASES, ids=lambda value: str(value)[-50:])
@@ -105,6 +106,15 @@ def test_the_predicted_peak_is_the_allocators_within_two_percent(
     # What is left is scratch memory of batched products on CPU, which a larger model does not show:
     # docs/benchmarks/plan_accuracy.md has those.
     assert found == pytest.approx(truth, rel=0.02)
+
+
+def test_dropout_of_an_adapter_is_planned(model_folder: Path) -> None:
+    def touched(words: str) -> int:
+        module, cfg = config(LORA, f"{LORA_WORDS} {words}", model_folder)
+        planned = simulate(module, cfg, kind="cuda", work=WORK, folder=model_folder)
+        return int(planned.later[-1].costs[:, 1].sum())
+
+    assert touched("adapter.dropout=0.1") > 1.05 * touched("adapter.dropout=0")
 
 
 def test_every_micro_batch_beyond_the_third_is_one_more_of_the_same(model_folder: Path) -> None:

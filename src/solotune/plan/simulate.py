@@ -78,6 +78,7 @@ class Work:
             host_segments_BM=segments_BM,
             num_tokens=sum(map(sum, self.segments)),
             num_targets=self.num_targets,
+            key=0,  # with one, adapters drop
         )
 
 

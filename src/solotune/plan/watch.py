@@ -18,6 +18,7 @@ from solotune.plan.allocator import Event, reserved_bytes, rounded
 from solotune.plan.kernels import flops, held_inside, is_entered
 from solotune.plan.outcomes import Outcomes
 
+_NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 # From torch 2.13 on a run sets that pinned buffers keep their size.
 _PINS_POWERS_OF_TWO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
@@ -60,6 +61,8 @@ class StepWatch(MemoryTracker):
 
     `pairs` is how many (query, key) one attention layer computes for a micro-batch.
     """
+
+    all_fake = True
 
     def __init__(
         self, *args: Any, kind: str, pairs: float, fake: FakeTensorMode, **kwargs: Any
@@ -126,7 +129,7 @@ class StepWatch(MemoryTracker):
 
     def run_fake(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Run an operator; one of ours, which is opaque on fake tensors, with eyes open once."""
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in _NUMBERS:
             return 1.0  # a number that is read decides no size
         if not is_entered(func, self.kind):
             return self._outcomes.run(func, inputs, args, kwargs)
