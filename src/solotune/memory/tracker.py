@@ -128,8 +128,9 @@ class MemoryTracker:
         deltas = np.zeros((len(self._events) + 1, len(keys)), dtype=np.int64)
         for life in self._before:
             deltas[0, column[life.place, life.final_category()]] += sizes(life)
-        for row, (_, _, life, sign) in enumerate(self._events, start=1):
-            deltas[row, column[life.place, life.final_category()]] += sign * sizes(life)
+        columns = [column[life.place, life.final_category()] for _, _, life, _ in self._events]
+        changes = [sign * sizes(life) for _, _, life, sign in self._events]
+        deltas[np.arange(1, len(deltas)), columns] = changes
         times = [event[0] for event in self._events]
         return Timeline(
             np.array([*times[:1], *times]) - np.array(times[:1]),

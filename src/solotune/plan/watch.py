@@ -97,11 +97,11 @@ class StepWatch(MemoryTracker):
         """Return what each step has needed, after the watch is left."""
         on_card = self.kind == "cuda"
         timeline = self.timeline(self._size if on_card else lambda life: life.num_bytes)
-        pinned = self.timeline(lambda life: self._size(life) if life.pinned else 0)
-        used = self.timeline(lambda life: life.num_bytes if life.pinned else 0)
+        pinned, used = self._pinned(self._size), self._pinned(lambda life: life.num_bytes)
         found = []
         for micro_batches, begin, end in self._steps:
             part = timeline.part(begin.moment, end.moment)
+            span = slice(begin.moment, end.moment + 1)
             device = part.peak("device")
             copies = self._copies[begin.copies : end.copies]
             files = [f for f in self._files[begin.files : end.files] if f[1].place == "disk"]
@@ -112,8 +112,8 @@ class StepWatch(MemoryTracker):
                     reserved=device.num_bytes,
                     host=part.peak("host"),
                     together=int(part.total("device", "host").max()),
-                    pinned=int(pinned.part(begin.moment, end.moment).total("host").max()),
-                    pinned_use=int(used.part(begin.moment, end.moment).total("host").max()),
+                    pinned=int(pinned[span].max()),
+                    pinned_use=int(used[span].max()),
                     disk=part.peak("disk"),
                     to_device=sum(size for way, size in copies if way == "to_device"),
                     to_host=sum(size for way, size in copies if way == "to_host"),
@@ -161,6 +161,12 @@ class StepWatch(MemoryTracker):
             return rounded(life.num_bytes)
         rounds = life.pinned and _PINS_POWERS_OF_TWO
         return 1 << (life.num_bytes - 1).bit_length() if rounds else life.num_bytes
+
+    def _pinned(self, sizes: Callable[[Life], int]) -> np.ndarray:
+        """Return the bytes of pinned memory at the start and after each event."""
+        start = sum(sizes(life) for life in self._before if life.pinned)
+        changes = [sign * sizes(life) if life.pinned else 0 for _, _, life, sign in self._events]
+        return np.cumsum([start, *changes])
 
     def _of_device(self) -> Iterator[list[Event]]:
         """Yield the events of device memory of each step; the first has the start."""
