@@ -116,7 +116,7 @@ def test_faults_of_arguments_are_all_named_with_their_lines(load_yaml, tmp_path:
         f"optimizer.lr: a number is needed, not abc ({file}:4)",
         "optimizer.weight_decy: torch.optim.AdamW takes no weight_decy;"
         f" did you mean optimizer.weight_decay? ({file}:5)",
-        "optimizer.betas: a list of 2 (each: a number) is needed, not a list",
+        "optimizer.betas: a list of 2 (each: a number) is needed, not a list of 3",
         "optimizer.params: the recipe gives it: remove it",
     ]
 

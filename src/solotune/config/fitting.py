@@ -159,6 +159,6 @@ def _show(node: Node) -> str:
         case Scalar():
             return node.text or "nothing"
         case Sequence():
-            return "a list"
+            return f"a list of {len(node.items)}" if node.items else "an empty list"
         case Mapping():
             return "a mapping"
