@@ -47,6 +47,7 @@ CASES = [
     (FULL, "optimizer=torch.optim.Adafactor optimizer.lr=1e-3"),
     (LORA, LORA_WORDS),
     (LORA, f"{LORA_WORDS} adapter.dropout=0.1"),
+    (LORA, f"{LORA_WORDS} adapter.dora=True quantize_base=nf4"),
     (LORA, f"{LORA_WORDS} quantize_base=nf4 {PLAIN}"),
 ]
 

@@ -11,34 +11,35 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
+Tensors = Sequence[Tensor]
 Pairs = float  # of query and key that attention computes in one head
 
 
-def flops(func: Any, inputs: Sequence[Tensor], pairs: Pairs) -> int:
+def flops(func: Any, inputs: Tensors, pairs: Pairs) -> int:
     """Return the floating-point operations of matrix products and attention; of others 0."""
     count = _FLOPS.get(func)
     return count(inputs, pairs) if count else 0
 
 
-def _product(inputs: Sequence[Tensor], _: Pairs) -> int:
+def _product(inputs: Tensors, _: Pairs) -> int:
     left, right = inputs[-2:]  # a bias stands before them
     return 2 * left.numel() * right.size(-1)
 
 
-def _product_out(inputs: Sequence[Tensor], _: Pairs) -> int:
+def _product_out(inputs: Tensors, _: Pairs) -> int:
     left, right = inputs[:2]
     return 2 * left.numel() * right.size(-1)
 
 
-def _attention(inputs: Sequence[Tensor], pairs: Pairs) -> int:
+def _attention(inputs: Tensors, pairs: Pairs) -> int:
     return int(4 * pairs * math.prod(inputs[0].shape[-2:]))
 
 
-def _attention_backward(inputs: Sequence[Tensor], pairs: Pairs) -> int:
+def _attention_backward(inputs: Tensors, pairs: Pairs) -> int:
     return int(10 * pairs * math.prod(inputs[0].shape[-2:]))
 
 
-_FLOPS: dict[Any, Callable[[Sequence[Tensor], Pairs], int]] = {
+_FLOPS: dict[Any, Callable[[Tensors, Pairs], int]] = {
     _aten.mm.default: _product,
     _aten.mm.out: _product_out,
     _aten.addmm.default: _product,
@@ -49,13 +50,13 @@ _FLOPS: dict[Any, Callable[[Sequence[Tensor], Pairs], int]] = {
 }
 
 
-def held_inside(func: Any, inputs: Sequence[Tensor], kind: str) -> int:
+def held_inside(func: Any, inputs: Tensors, results: Tensors, kind: str) -> int:
     """Return the bytes that an operator takes and gives back before it returns."""
     held = _HELD.get((kind, func))
-    return held(inputs) if held else 0
+    return held(inputs, results) if held else 0
 
 
-def _flash_backward(inputs: Sequence[Tensor]) -> int:
+def _flash_backward(inputs: Tensors, _: Tensors) -> int:
     """The gradient of queries in fp32, row sums, and with grouped heads dk and dv of each head.
 
     Source: PyTorch's flash_attn/flash_api.cpp, mha_varlen_bwd.
@@ -70,18 +71,28 @@ def _flash_backward(inputs: Sequence[Tensor]) -> int:
     return held
 
 
-def _converted(inputs: Sequence[Tensor]) -> int:
+def _converted(inputs: Tensors, _: Tensors) -> int:
     """Operands of another dtype: a CPU converts them whole, a card as it reads."""
     whole = [tensor for tensor in inputs if tensor.dim()]
     wide = max((t.element_size() for t in whole if t.is_floating_point()), default=0)
     return sum(wide * t.numel() for t in whole if 0 < t.element_size() < wide)
 
 
-def _sorted(inputs: Sequence[Tensor]) -> int:
+def _reduced(inputs: Tensors, results: Tensors) -> int:
+    """An operand of a narrower dtype than its sum: a CPU converts it whole, a card as it reads.
+
+    Source: PyTorch's aten/src/ATen/native/ReduceOpsUtils.h, make_reduction.
+    """
+    pairs = zip(inputs, results, strict=False)  # of a list of norms, one after another
+    wider = ((i, r) for i, r in pairs if i.element_size() < r.element_size())
+    return max((i.numel() * r.element_size() for i, r in wider), default=0)
+
+
+def _sorted(inputs: Tensors, _: Tensors) -> int:
     return 4 * inputs[0].nbytes
 
 
-_HELD: dict[tuple[str, Any], Callable[[Sequence[Tensor]], int]] = {
+_HELD: dict[tuple[str, Any], Callable[[Tensors, Tensors], int]] = {
     ("cuda", _aten._flash_attention_backward.default): _flash_backward,
     ("cuda", _aten.sort.stable): _sorted,
 }
@@ -89,6 +100,11 @@ for _name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"):
     _HELD["cpu", getattr(_aten, _name).Tensor] = _converted
 for _name in ("add", "sub", "mul", "div"):
     _HELD["cpu", getattr(_aten, _name).out] = _converted
+for _reduction in (
+    *(_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim),
+    *(_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar),
+):
+    _HELD["cpu", _reduction] = _reduced
 
 
 def is_entered(func: Any, kind: str) -> bool:

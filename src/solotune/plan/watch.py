@@ -149,7 +149,7 @@ class StepWatch(MemoryTracker):
         if not _is_view(func) and not is_entered(func, self.kind):
             touched = sum(map(_touched, inputs)) + sum(map(_touched, results))
             self.costs.append((flops(func, inputs, self.pairs), touched))
-        return held_inside(func, inputs, self.kind)
+        return held_inside(func, inputs, results, self.kind)
 
     def _mark_now(self) -> _Mark:
         return _Mark(self.moments, len(self.costs), len(self._copies), len(self._files))
