@@ -2,13 +2,13 @@
 
 import random
 
-from solotune.plan.allocator import Event, reserved_bytes
+from solotune.plan.allocator import Block, reserved_bytes
 
 MIB = 2**20
 
 
 def reserved(*events: tuple[int, int, int]) -> int:
-    return reserved_bytes([[Event(*event) for event in events]])[0]
+    return reserved_bytes([[Block(*event) for event in events]])[0]
 
 
 def test_ranges_grow_by_whole_pages() -> None:
@@ -34,11 +34,11 @@ def test_reserved_is_never_less_than_what_is_allocated() -> None:
         if live and source.random() < 0.48:
             chosen = source.choice(list(live))
             size = live.pop(chosen)
-            events.append(Event(chosen, size, -1))
+            events.append(Block(chosen, size, -1))
             now -= -(-size // 512) * 512
         size = source.choice([300, 40_000, 700_000, 3 * MIB, 17 * MIB])
         live[block] = size
-        events.append(Event(block, size, 1))
+        events.append(Block(block, size, 1))
         now += -(-size // 512) * 512
         highest = max(highest, now)
     found = reserved_bytes([events])[0]

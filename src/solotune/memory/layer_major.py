@@ -77,7 +77,8 @@ def layer_major_step(
             if number >= lowest:
                 inputs.append([host.move_activation(x_BSD) for x_BSD in hidden])
             with visit():
-                hidden = [block(x_BSD, c) for x_BSD, c in zip(hidden, contexts, strict=True)]
+                for index, context in enumerate(contexts):  # in place: one list of them at a time
+                    hidden[index] = block(hidden[index], context)
 
     # The head: final norm, projection, loss.
     mean_loss = torch.zeros((), device=model.device)

@@ -29,9 +29,12 @@ class Timeline:
 
     def part(self, first: int, last: int) -> "Timeline":
         """Return what was alive from after `first` events to after `last`."""
-        span = slice(first, last + 1)
-        series = {key: values[span] for key, values in self.bytes_E.items()}
-        return Timeline(self.seconds_E[span], self.phases[span], series)
+        return self.at(np.arange(first, last + 1))
+
+    def at(self, moments: np.ndarray) -> "Timeline":
+        """Return what was alive at some moments."""
+        series = {key: values[moments] for key, values in self.bytes_E.items()}
+        return Timeline(self.seconds_E[moments], [self.phases[m] for m in moments], series)
 
     def total(self, *places: str) -> np.ndarray:
         """Return live bytes over time, summed over `places`."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,16 @@ class Life:
         return self.category if self.source is None else self.source.final_category()
 
 
+class Event(NamedTuple):
+    """A storage's beginning (sign 1) or end (-1)."""
+
+    seconds: float
+    phase: str  # the last one: forward, backward or step
+    life: Life
+    sign: int
+    is_between: bool  # outside of modules, backward and steps
+
+
 class MemoryTracker:
     """Follows live storages while it is entered; `timeline()` tells afterwards what was alive.
 
@@ -62,7 +72,7 @@ class MemoryTracker:
         self._live: dict[int, Life] = {}  # by the address of the storage object
         self._ends: dict[int, weakref.ref] = {}
         self._before: list[Life] = []  # what was alive at the start
-        self._events: list[tuple[float, str, Life, int]] = []
+        self._events: list[Event] = []
         self._within: list[str] = []  # forward, loss, step: the innermost last
         self._phase = "forward"
         self._undo = ExitStack()
@@ -128,13 +138,13 @@ class MemoryTracker:
         deltas = np.zeros((len(self._events) + 1, len(keys)), dtype=np.int64)
         for life in self._before:
             deltas[0, column[life.place, life.final_category()]] += sizes(life)
-        columns = [column[life.place, life.final_category()] for _, _, life, _ in self._events]
-        changes = [sign * sizes(life) for _, _, life, sign in self._events]
+        columns = [column[e.life.place, e.life.final_category()] for e in self._events]
+        changes = [e.sign * sizes(e.life) for e in self._events]
         deltas[np.arange(1, len(deltas)), columns] = changes
-        times = [event[0] for event in self._events]
+        times = [event.seconds for event in self._events]
         return Timeline(
             np.array([*times[:1], *times]) - np.array(times[:1]),
-            ["forward", *(event[1] for event in self._events)],
+            ["forward", *(event.phase for event in self._events)],
             dict(zip(keys, deltas.cumsum(0).T, strict=True)),
         )
 
@@ -170,15 +180,18 @@ class MemoryTracker:
 
     def highest_since(self, moment: int) -> int:
         """Return the most bytes above those at a moment; nothing is known to be elsewhere yet."""
-        signed = (sign * life.num_bytes for _, _, life, sign in self._events[moment:])
+        signed = (event.sign * event.life.num_bytes for event in self._events[moment:])
         return max(accumulate(signed, initial=0))
 
     def _event(self, life: Life, sign: int) -> None:
+        is_between = False
         if self._within:
             self._phase = "step" if self._within[-1] == "step" else "forward"
         elif _in_backward():
             self._phase = "backward"
-        self._events.append((time.perf_counter(), self._phase, life, sign))
+        else:
+            is_between = True
+        self._events.append(Event(time.perf_counter(), self._phase, life, sign, is_between))
 
     def _category(self, tensor: Tensor, *, is_new: bool) -> str:
         within = self._within[-1] if self._within else None
@@ -237,7 +250,7 @@ class MemoryTracker:
         (life,) = self.see(buffer, is_new=True)
         if life.place == place and life.source is not None:  # used again: for something else
             self._event(life, -1)
-            life = Life(life.num_bytes, life.place, life.category)
+            life = Life(life.num_bytes, life.place, life.category, pinned=life.pinned)
             self._live[buffer.untyped_storage()._cdata] = life
             self._event(life, 1)
         life.place, life.source = place, source

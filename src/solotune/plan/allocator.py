@@ -16,10 +16,10 @@ _SMALL = 2**20  # the largest block of the range for small ones
 _PAGE_SMALL, _PAGE_LARGE = 2 * 2**20, 20 * 2**20  # what a range grows by
 
 
-class Event(NamedTuple):
+class Block(NamedTuple):
     """A block's beginning (sign 1) or end (-1)."""
 
-    block: int
+    name: int
     num_bytes: int
     sign: int
 
@@ -77,18 +77,18 @@ class _Range:
         del self._size_at[start], self._start_before[start + size]
 
 
-def reserved_bytes(steps: Iterable[Iterable[Event]]) -> list[int]:
-    """Return what is reserved after the events of each step."""
+def reserved_bytes(steps: Iterable[Iterable[Block]]) -> list[int]:
+    """Return what is reserved after the blocks of each step."""
     small, large = _Range(_PAGE_SMALL), _Range(_PAGE_LARGE)
     starts: dict[int, int] = {}
     reserved = []
-    for events in steps:
-        for block, num_bytes, sign in events:
+    for blocks in steps:
+        for name, num_bytes, sign in blocks:
             size = rounded(num_bytes)
             pool = small if size <= _SMALL else large
             if size and sign > 0:
-                starts[block] = pool.take(size)
-            elif size and block in starts:
-                pool.give(starts.pop(block), size)
+                starts[name] = pool.take(size)
+            elif size and name in starts:
+                pool.give(starts.pop(name), size)
         reserved.append(small.mapped + large.mapped)
     return reserved

@@ -26,6 +26,10 @@ def _product(inputs: Tensors, _: Pairs) -> int:
     return 2 * left.numel() * right.size(-1)
 
 
+def _linear(inputs: Tensors, _: Pairs) -> int:
+    return 2 * inputs[0].numel() * inputs[1].size(0)
+
+
 def _product_out(inputs: Tensors, _: Pairs) -> int:
     left, right = inputs[:2]
     return 2 * left.numel() * right.size(-1)
@@ -41,6 +45,8 @@ def _attention_backward(inputs: Tensors, pairs: Pairs) -> int:
 
 _FLOPS: dict[Any, Callable[[Tensors, Pairs], int]] = {
     _aten.mm.default: _product,
+    _aten.matmul.default: _product,
+    _aten.linear.default: _linear,
     _aten.mm.out: _product_out,
     _aten.addmm.default: _product,
     _aten.bmm.default: _product,

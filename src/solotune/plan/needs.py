@@ -86,13 +86,13 @@ def _needs(simulated: Simulated, cfg: Any) -> Needs:
     disk = simulated.peak(lambda s: s.disk)
     state_in_files = 0 if on_card else disk.by_category["optimizer state"]  # stepped in place
     by_category = dict(device.by_category)
-    reserved = max(simulated.most(lambda s: s.reserved), device.num_bytes)
+    reserved = simulated.reserved
     pinned, pageable = 0, simulated.most(lambda s: s.together)
     if on_card:
         by_category["workspace"] = WORKSPACE
         reserved += WORKSPACE + CONTEXT
-        pinned = simulated.most(lambda s: s.pinned)
-        pageable = simulated.most(lambda s: s.host.num_bytes - s.pinned_use)
+        pinned = int(max(simulated.first.pinned, simulated.at(lambda s: s.pinned)))
+        pageable = int(max(simulated.first.pageable, simulated.at(lambda s: s.pageable)))
     return Needs(
         kind=simulated.kind,
         device=by_category,

@@ -8,6 +8,7 @@ micro-batches three run, since a fourth adds what the third has added.
 Shapes: B rows of a micro-batch, S tokens a row, M segments a row.
 """
 
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -18,17 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from solotune.collector import collector_off
 from solotune.data import Batch
 from solotune.device_kind import standing_for
 from solotune.memory.stepping import Stepper
 from solotune.memory.timeline import Peak
-from solotune.memory.tracker import replaced, state_parts
+from solotune.memory.tracker import replaced, state_parts, tensors_in
 from solotune.models import Decoder
 from solotune.plan.repeats import Repeats
 from solotune.plan.training import Training, fill_parameters
-from solotune.plan.watch import Step, StepWatch
+from solotune.plan.watch import Held, Step, StepWatch, Stretch
 from solotune.training.precision import DTYPES
 
 _MOST_SIMULATED = 3  # micro-batches of one step
@@ -105,20 +107,35 @@ class Simulated:
         slope = value(last) - value(self.later[-2]) if beyond else 0
         return value(last) + beyond * slope
 
-    def most(self, value: Callable[[Step], float]) -> int:
-        """Return a value of the first or of a later step, whichever is higher."""
-        return int(max(value(self.first), self.at(value)))
+    def most(self, value: Callable[[Held], int]) -> int:
+        """Return the most of a later step's stretches, or of the first step's."""
+        first = max(map(value, self.first.held.values()))
+        return max(first, *(int(self._along(s, value)) for s in self.later[-1].held))
 
-    def peak(self, place: Callable[[Step], Peak]) -> Peak:
+    def peak(self, place: Callable[[Held], Peak]) -> Peak:
         """Return the peak of a place: that of the first step, or of later ones."""
-        first, last = place(self.first), place(self.later[-1])
-        if first.num_bytes > self.at(lambda step: place(step).num_bytes):
-            return first
-        parts = {
-            name: max(0, int(self.at(lambda step, name=name: place(step).by_category[name])))
-            for name in last.by_category
-        }
-        return Peak(sum(parts.values()), last.phase, parts, parts)
+        peaks = list(map(place, self.first.held.values()))
+        for stretch, held in self.later[-1].held.items():
+            last = place(held)
+            parts = {
+                name: max(0, int(self._along(stretch, lambda h, n=name: place(h).by_category[n])))
+                for name in last.by_category
+            }
+            peaks.append(Peak(sum(parts.values()), last.phase, parts, parts))
+        return max(peaks, key=lambda peak: peak.num_bytes)
+
+    @property
+    def reserved(self) -> int:
+        """What the allocator takes: beyond three micro-batches the peak with holes as before."""
+        last, peak = self.later[-1], self.peak(lambda held: held.device).num_bytes
+        holes = last.reserved / last.allocated if self.micro_batches > last.micro_batches else 0
+        return max(self.first.reserved, last.reserved, int(peak * holes), peak)
+
+    def _along(self, stretch: Stretch, value: Callable[[Held], int]) -> float:
+        """Return a value of a stretch in a step of the run."""
+        if any(stretch not in step.held for step in self.later):
+            return value(self.later[-1].held[stretch])
+        return self.at(lambda step: value(step.held[stretch]))
 
 
 def simulate(recipe: Any, cfg: Any, *, kind: str, work: Work, folder: Path) -> Simulated:
@@ -146,16 +163,19 @@ def simulate(recipe: Any, cfg: Any, *, kind: str, work: Work, folder: Path) -> S
         )
         model, stepper = training.model, training.stepper
         _as_on(kind, stepper)
-        _warm_up(cfg)
+        _warm_up(cfg, model)
         watched = {"loss_fn": training.loss_fn, "stepper": stepper, "host": training.host}
         watch = StepWatch(model, **watched, kind=kind, pairs=work.pairs, fake=fake)
         repeats = Repeats(watch, stepper.optimizer)
         sizes = [1, *range(min(count, 2), min(count, _MOST_SIMULATED) + 1)]
-        groups = [[work.batch(fake) for _ in range(size)] for size in sizes]
         with closing(stepper), fake, watch, replaced(stepper, "_step_only", repeats.step):
-            for group in groups:
-                with watch.step(len(group)):
+            for size in sizes:
+                with _disable_current_modes():  # what the CPU's code reads is real
+                    group = [work.batch(fake) for _ in range(size)]
+                _show(watch, group)
+                with watch.step(size):
                     training.step(group)
+                del group
         steps = watch.steps()
         state = [part for p in stepper.optimizer.state for part, _ in state_parts(stepper, p)]
         return Simulated(
@@ -173,16 +193,27 @@ def simulate(recipe: Any, cfg: Any, *, kind: str, work: Work, folder: Path) -> S
         )
 
 
+def _show(watch: StepWatch, group: list[Batch]) -> None:
+    """Let micro-batches be alive from now on."""
+    for batch in group:
+        for tensor in tensors_in(vars(batch).values()):
+            watch.see(tensor, is_new=True)
+
+
 def _as_on(kind: str, stepper: Stepper) -> None:
     """Choose what torch's optimizers choose by the device of real tensors."""
+    module = sys.modules[type(stepper.optimizer).__module__]
+    chooses = hasattr(module, "_default_to_fused_or_foreach")  # torch's Adafactor and Muon do not
     for group in stepper.optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = kind == "cuda"
+            group["foreach"] = chooses and kind == "cuda"
 
 
-def _warm_up(cfg: Any) -> None:
+def _warm_up(cfg: Any, model: Decoder) -> None:
     """Step a small matrix that is real: tables that an optimizer makes once must hold numbers."""
-    weight = nn.Parameter(torch.zeros(64, 64, dtype=DTYPES[cfg.dtype]))
+    trained = (p.dtype for p in model.parameters() if p.requires_grad)
+    dtype = min(trained, key=lambda dtype: dtype.itemsize, default=DTYPES[cfg.dtype])
+    weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
     weight.grad = torch.zeros_like(weight)
     with torch.compiler.set_stance("force_eager"):
         Stepper(cfg.optimizer.build([weight])).step([weight])

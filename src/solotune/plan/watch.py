@@ -1,11 +1,11 @@
 """A memory tracker that also counts what a step computes and moves."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from solotune.memory.timeline import Peak
-from solotune.memory.tracker import Life, MemoryTracker, parts_of, replaced, tensors_in
-from solotune.plan.allocator import Event, reserved_bytes, rounded
+from solotune.memory.tracker import Event, Life, MemoryTracker, parts_of, replaced, tensors_in
+from solotune.plan.allocator import Block, reserved_bytes, rounded
 from solotune.plan.kernels import flops, held_inside, is_entered
 from solotune.plan.outcomes import Outcomes
 
@@ -23,18 +23,28 @@ _NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.defa
 _PINS_POWERS_OF_TWO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
+Stretch = tuple[str, bool, bool]  # the phase, whether backward has begun, outside of modules
+
+
+class Held(NamedTuple):
+    """The most that was held at one time in a stretch of a step; bytes."""
+
+    device: Peak
+    host: Peak
+    disk: Peak
+    together: int  # on device and host at one moment: where both are one memory
+
+
 @dataclass(frozen=True)
 class Step:
     """What one optimizer step has needed; bytes."""
 
     micro_batches: int
-    device: Peak
+    # By stretch: what is highest in one may grow faster with micro-batches than the peak of all.
+    held: dict[Stretch, Held]
     reserved: int  # by a card's allocator, with the holes in it; elsewhere as allocated
-    host: Peak
-    together: int  # on device and host at one moment: where both are one memory
     pinned: int  # of the host, as the system hands it out
-    pinned_use: int  # what of it is used
-    disk: Peak
+    pageable: int  # of the host
     to_device: int  # copied from the host
     to_host: int
     disk_read: int
@@ -44,6 +54,10 @@ class Step:
     @property
     def flops(self) -> int:
         return int(self.costs[:, 0].sum())
+
+    @property
+    def allocated(self) -> int:
+        return max(held.device.num_bytes for held in self.held.values())
 
 
 @dataclass(frozen=True)
@@ -97,31 +111,35 @@ class StepWatch(MemoryTracker):
         """Return what each step has needed, after the watch is left."""
         on_card = self.kind == "cuda"
         timeline = self.timeline(self._size if on_card else lambda life: life.num_bytes)
-        pinned, used = self._pinned(self._size), self._pinned(lambda life: life.num_bytes)
+        pinned = self._pinned()
+        pageable = timeline.total("host") - pinned
         found = []
         for micro_batches, begin, end in self._steps:
-            part = timeline.part(begin.moment, end.moment)
-            span = slice(begin.moment, end.moment + 1)
-            device = part.peak("device")
+            held = {}
+            events = self._events[begin.moment : end.moment]
+            for stretch, moments in _stretches(events, begin.moment):
+                part = timeline.at(moments)
+                held[stretch] = Held(
+                    device=part.peak("device"),
+                    host=part.peak("host"),
+                    disk=part.peak("disk"),
+                    together=int(part.total("device", "host").max()),
+                )
             copies = self._copies[begin.copies : end.copies]
             files = [f for f in self._files[begin.files : end.files] if f[1].place == "disk"]
-            found.append(
-                Step(
-                    micro_batches=micro_batches,
-                    device=device,
-                    reserved=device.num_bytes,
-                    host=part.peak("host"),
-                    together=int(part.total("device", "host").max()),
-                    pinned=int(pinned[span].max()),
-                    pinned_use=int(used[span].max()),
-                    disk=part.peak("disk"),
-                    to_device=sum(size for way, size in copies if way == "to_device"),
-                    to_host=sum(size for way, size in copies if way == "to_host"),
-                    disk_read=sum(life.num_bytes for way, life in files if way == "read"),
-                    disk_written=sum(life.num_bytes for way, life in files if way == "written"),
-                    costs=np.array(self.costs[begin.costs : end.costs], np.int64).reshape(-1, 2),
-                )
+            step = Step(
+                micro_batches=micro_batches,
+                held=held,
+                reserved=0,
+                pinned=int(pinned[begin.moment : end.moment + 1].max()),
+                pageable=int(pageable[begin.moment : end.moment + 1].max()),
+                to_device=sum(size for way, size in copies if way == "to_device"),
+                to_host=sum(size for way, size in copies if way == "to_host"),
+                disk_read=sum(life.num_bytes for way, life in files if way == "read"),
+                disk_written=sum(life.num_bytes for way, life in files if way == "written"),
+                costs=np.array(self.costs[begin.costs : end.costs], np.int64).reshape(-1, 2),
             )
+            found.append(replace(step, reserved=step.allocated))
         if on_card:
             reserved = reserved_bytes(self._of_device())
             found = [replace(step, reserved=r) for step, r in zip(found, reserved, strict=True)]
@@ -162,24 +180,24 @@ class StepWatch(MemoryTracker):
         rounds = life.pinned and _PINS_POWERS_OF_TWO
         return 1 << (life.num_bytes - 1).bit_length() if rounds else life.num_bytes
 
-    def _pinned(self, sizes: Callable[[Life], int]) -> np.ndarray:
+    def _pinned(self) -> np.ndarray:
         """Return the bytes of pinned memory at the start and after each event."""
-        start = sum(sizes(life) for life in self._before if life.pinned)
-        changes = [sign * sizes(life) if life.pinned else 0 for _, _, life, sign in self._events]
+        start = sum(self._size(life) for life in self._before if life.pinned)
+        changes = [e.sign * self._size(e.life) if e.life.pinned else 0 for e in self._events]
         return np.cumsum([start, *changes])
 
-    def _of_device(self) -> Iterator[list[Event]]:
+    def _of_device(self) -> Iterator[list[Block]]:
         """Yield the events of device memory of each step; the first has the start."""
-        events = [
-            Event(id(life), life.num_bytes, 1) for life in self._before if life.place == "device"
+        blocks = [
+            Block(id(life), life.num_bytes, 1) for life in self._before if life.place == "device"
         ]
         done = 0
         for _, _, end in self._steps:
-            for _, _, life, sign in self._events[done : end.moment]:
-                if life.place == "device":
-                    events.append(Event(id(life), life.num_bytes, sign))
-            yield events
-            events, done = [], end.moment
+            for event in self._events[done : end.moment]:
+                if event.life.place == "device":
+                    blocks.append(Block(id(event.life), event.life.num_bytes, event.sign))
+            yield blocks
+            blocks, done = [], end.moment
 
     def _compiled(self, compile: Callable[..., Any], function: Any = None, **settings: Any) -> Any:
         """Return what stands for a compiled function: a fused one holds no intermediate result."""
@@ -189,12 +207,12 @@ class StepWatch(MemoryTracker):
         def fused(*args: Any, **kwargs: Any) -> Any:
             moment, first = self.moments, len(self.costs)
             result = function(*args, **kwargs)
-            inside = {id(life) for _, _, life, sign in self._events[moment:] if sign > 0}
-            inside &= {id(life) for _, _, life, sign in self._events[moment:] if sign < 0}
-            self._events[moment:] = [e for e in self._events[moment:] if id(e[2]) not in inside]
+            begun = {id(e.life) for e in self._events[moment:] if e.sign > 0}
+            inside = begun & {id(e.life) for e in self._events[moment:] if e.sign < 0}
+            self._events[moment:] = [e for e in self._events[moment:] if id(e.life) not in inside]
             operations = sum(count for count, _ in self.costs[first:])
             given = tensors_in((args, tuple(kwargs.values())))
-            parts = chain.from_iterable(map(parts_of, given))
+            parts = itertools.chain.from_iterable(map(parts_of, given))
             self.costs[first:] = [(operations, 2 * sum(map(_touched, parts)))]
             return result
 
@@ -214,6 +232,18 @@ class StepWatch(MemoryTracker):
     def _write_home(self, write: Callable[..., Any], home: Tensor, *rest: Any) -> Any:
         self._files += [("written", life) for life in self.see(home, is_new=False)]
         return write(home, *rest)
+
+
+def _stretches(events: list[Event], first: int) -> Iterator[tuple[Stretch, np.ndarray]]:
+    """Yield parts of a step, and the moments of each; `first` is the one before the events."""
+    phases_E = np.array([event.phase for event in events])
+    has_begun_E = np.logical_or.accumulate(phases_E == "backward")
+    is_between_E = np.array([event.is_between for event in events])
+    for stretch in itertools.product(np.unique(phases_E), (False, True), (False, True)):
+        phase, has_begun, is_between = stretch
+        chosen_E = (phases_E == phase) & (has_begun_E == has_begun) & (is_between_E == is_between)
+        if chosen_E.any():
+            yield stretch, first + 1 + np.flatnonzero(chosen_E)
 
 
 @cache
