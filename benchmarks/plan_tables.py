@@ -156,7 +156,7 @@ def cards() -> str:
                     validate=module.validate,
                     budget=budget,
                     profile=profile,
-                    blocks=32,
+                    given=once(cfg),
                 ).run()
                 needs = found.best.planned.needs
                 words = " ".join(f"`{word}`" for word in overrides(cfg, found.best.values))

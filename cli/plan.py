@@ -1,6 +1,7 @@
 """`tune plan`: what a run needs before it starts, and which configuration fits."""
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # torch is slow to import, and --help needs none
     from solotune.plan.device_profile import DeviceProfile
     from solotune.plan.needs import Needs, Planned
     from solotune.plan.search import Found
+
+_PICTURES = (".png", ".pdf", ".svg")
 
 HELP = """\
 Say what a run needs: memory of device and host, disk, and where a device is named its time. Nothing
@@ -46,6 +49,7 @@ def main(words: list[str]) -> int:
     options = parser.parse_intermixed_args(words)
     if options.measure:
         return _measure()
+    _check_files(options)
     recipe = recipe_meant(options, verb="plan")
     loaded = load_arguments(recipe, options)
     module = import_recipe(recipe)
@@ -75,15 +79,16 @@ def _plan(module: ModuleType, cfg: Any, recipe: Path, options: argparse.Namespac
 
     inputs.check_recipe(module, recipe.stem)
     profile = _profile(options)
-    kind = "cpu" if "cpu" in (cfg.device, profile and profile.kind) else "cuda"
+    kind, stand_in = inputs.kind_of(cfg, profile)
     budget = _budget(options, kind)
     with inputs.sizes_of(cfg, options.config) as (folder, facts):
+        facts += stand_in
 
         def plan(cfg: Any) -> "Planned":
             return needs_of(module, cfg, kind=kind, folder=folder, work=inputs.work_of(cfg)[0])
 
         planned = plan(cfg)
-        facts += inputs.work_of(cfg)[1]
+        facts += inputs.work_of(cfg)[1] + inputs.facts_of(planned)
         found = None
         if budget.is_set:
             print("looking for the fastest that fits:", file=sys.stderr)
@@ -93,15 +98,18 @@ def _plan(module: ModuleType, cfg: Any, recipe: Path, options: argparse.Namespac
                 validate=module.validate,
                 budget=budget,
                 profile=profile,
-                blocks=planned.simulated.blocks,
+                given=planned,
                 tell=lambda line: print(line, file=sys.stderr, flush=True),
             ).run()
+    shown = budget
+    if profile is not None and kind == "cuda" and not budget.is_set:
+        shown = dataclasses.replace(budget, device=profile.memory_bytes)
     if options.json:
-        one = show.as_json(planned, budget, profile, assumed=facts)
+        one = show.as_json(planned, shown, profile, assumed=facts)
         found_json = {"found": show.found_as_json(found, cfg)} if found else {}
         print(json.dumps(one | found_json))
     else:
-        print("\n".join(show.lines(planned, budget, profile, assumed=facts)))
+        print("\n".join(show.lines(planned, shown, profile, assumed=facts)))
         if found:
             print("\n".join(["", *show.found_lines(found, cfg, budget)]))
             if not found.best.fits:
@@ -110,23 +118,38 @@ def _plan(module: ModuleType, cfg: Any, recipe: Path, options: argparse.Namespac
     if found and found.best.fits:
         plans["the fastest that fits"] = found.best.planned.needs
     if options.plot:
-        _draw(plans, budget, options)
+        _draw(plans, shown, options)
     if options.write:
         _write(cfg, found, options)
     return 0 if found is None or found.best.fits else 1
 
 
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse what cannot be written before anything is planned."""
+    if options.write and not (options.vram or options.ram or options.disk):
+        raise UsageError("--write: say what there is, --vram 16GiB --ram 32GiB")
+    if options.write and options.write.exists():
+        raise UserError(f"--write {options.write} exists: name another file")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"--plot {options.plot} needs matplotlib: pip install 'solotune[plot]'")
+    if options.plot and options.plot.suffix.lower() not in _PICTURES:
+        raise UsageError(f"--plot {options.plot}: end it in {', '.join(_PICTURES)}")
+    for flag, path in (("--write", options.write), ("--plot", options.plot)):
+        if path and not path.absolute().parent.is_dir():
+            raise UserError(f"{flag} {path}: there is no folder {path.parent}: make it first")
+
+
 def _write(cfg: Any, found: "Found | None", options: argparse.Namespace) -> None:
     """Write the configuration that was found as a YAML file of its own."""
+    from solotune.plan.inputs import named_sizes
     from solotune.plan.search import changed
 
-    if found is None:
-        raise UsageError("--write: say what there is, --vram 16GiB --ram 32GiB")
+    assert found is not None  # a size was named
     if not found.best.fits:
         raise UserError(f"--write {options.write}: nothing fits, so nothing was written")
-    if options.write.exists():
-        raise UserError(f"--write {options.write} exists: name another file")
     text = resolved_yaml(changed(cfg, found.best.values))
+    if sizes := named_sizes(options.config):  # it may be planned before the model is there
+        text = f"# model: {sizes}\n{text}"
     options.write.write_text(text, encoding="utf-8")
     print(f"{options.write}: use it with --config {options.write}", file=sys.stderr)
 
@@ -144,13 +167,17 @@ def _offers(options: argparse.Namespace, cfg: Any, kind: str, budget: "Budget") 
         recipe = find_recipe_of(find_config(name))
         module = import_recipe(recipe)
         same = f"tokenizer.max_seq_len={inputs.work_of(cfg)[0].tokens}"
-        other = load(recipe, find_config(name), [f"checkpoint_dir={cfg.checkpoint_dir}", same])
+        words = [f"checkpoint_dir={cfg.checkpoint_dir}", same]
+        if cfg.model.path != "solotune.models.auto":
+            words.append(f"model={cfg.model.path}")
+        other = load(recipe, find_config(name), words)
         adapted = other.instance(module.Config)
         with inputs.sizes_of(adapted, name) as (folder, _):
             work = inputs.work_of(adapted)[0]
             needs = needs_of(module, adapted, kind=kind, folder=folder, work=work).needs
         verdict = "does not fit either" if budget.faults(needs) else "fits"
-        yield f"an adapter, tune run {recipe.stem} --config {name}: {verdict}, {sizes(needs)}"
+        command = f"tune run {recipe.stem} --config {name} {' '.join(words)}"
+        yield f"an adapter: {verdict}, {sizes(needs)}\n  {command}"
 
 
 def _profile(options: argparse.Namespace) -> "DeviceProfile | None":
@@ -172,6 +199,8 @@ def _budget(options: argparse.Namespace, kind: str) -> "Budget":
         return None if text is None else budget.parse_size(text, flag=f"--{flag}")
 
     device = torch.device(kind)
+    if options.vram and kind == "cpu":
+        raise UsageError("--vram: a CPU has one memory: name it with --ram")
     if options.vram == "auto" and kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("--vram auto: there is no CUDA card here: name a size, --vram 24GiB")
     return budget.Budget(
@@ -184,8 +213,6 @@ def _budget(options: argparse.Namespace, kind: str) -> "Budget":
 def _draw(plans: "dict[str, Needs]", budget: "Budget", options: argparse.Namespace) -> None:
     from solotune.plan import show
 
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"--plot {options.plot} needs matplotlib: pip install 'solotune[plot]'")
     show.draw(plans, options.plot, budget=budget, title="Predicted peak of device memory")
     print(f"{options.plot}", file=sys.stderr)
 

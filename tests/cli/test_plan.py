@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from solotune.cli.main import main  # pyright: ignore[reportMissingImports]
 from solotune.config import ConfigError
+from solotune.models.llama import smollm2_135m
 from solotune.plan.budget import parse_size
 from solotune.plan.device_profile import find_profile, shipped_profiles
 
@@ -48,8 +50,7 @@ def test_a_search_finds_what_fits_writes_it_and_the_file_fits(elsewhere: Path, c
     assert (elsewhere / "plan.png").stat().st_size > 10_000
     written = yaml.safe_load((elsewhere / "found.yaml").read_text())
     assert written["recipe"] == RECIPE
-    sizes = "model=solotune.models.smollm2_135m"  # the copy's head no longer names them
-    assert main(["plan", "found.yaml", sizes, "--json"]) == 0
+    assert main(["plan", "found.yaml", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["reserved"] <= 1.2 * 2**30
 
@@ -66,10 +67,18 @@ def test_where_nothing_fits_the_closest_is_named_with_what_is_missing(elsewhere,
 def test_an_adapter_is_the_last_offer(elsewhere: Path, capsys) -> None:
     words = ["smollm2/360M_full_single_device", *SMALL, "--vram", "0.4GiB"]
     assert main(["plan", *words]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(
-        "an adapter, tune run lora_finetune_single_device --config smollm2/360M_"
+    *_, offer, command = capsys.readouterr().out.splitlines()
+    assert offer.startswith("an adapter: ")
+    found = "tune run lora_finetune_single_device --config smollm2/360M_qlora_single_device"
+    assert command.strip() == (
+        f"{found} checkpoint_dir=models/SmolLM2-360M-Instruct tokenizer.max_seq_len=64"
     )
+
+
+def test_the_offer_is_for_the_model_that_was_asked_for(elsewhere: Path, capsys) -> None:
+    words = [CONFIG, "model=solotune.models.smollm2_360m", *SMALL, "--vram", "0.4GiB"]
+    assert main(["plan", *words]) == 1
+    assert "model=solotune.models.smollm2_360m" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +96,15 @@ def test_an_adapter_is_the_last_offer(elsewhere: Path, capsys) -> None:
             "checkpoint_dir=nowhere does not exist, and nothing else tells the model's sizes",
         ),
         ([CONFIG, "ac_mode=selective"], "ac_mode=selective with ac_option=None"),
+        ([CONFIG, "device=cpo"], "device=cpo: use auto, cuda, cpu, mps or xpu"),
+        ([CONFIG, "device=cpu", "--vram", "12"], "a CPU has one memory: name it with --ram"),
+        ([CONFIG, "--plot", "x.nonsense"], "--plot x.nonsense: end it in .png, .pdf, .svg"),
+        ([CONFIG, "--plot", "no/x.png"], "--plot no/x.png: there is no folder no: make it first"),
+        (
+            [CONFIG, "--vram", "12", "--write", "no/x.yaml"],
+            "--write no/x.yaml: there is no folder no: make it first",
+        ),
+        ([CONFIG, "device=cpu", "--device-profile", "4090"], "device=cpu is not what"),
     ],
 )  # fmt: skip
 def test_a_fault_is_one_sentence(words, message, elsewhere: Path, capsys) -> None:
@@ -95,6 +113,35 @@ def test_a_fault_is_one_sentence(words, message, elsewhere: Path, capsys) -> Non
     assert message in error
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "config.json is not valid JSON"),
+        ({"model_type": "mamba"}, "mamba"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 7}, "7"),
+        ({"num_hidden_layers": "thirty"}, "thirty"),
+    ],
+)
+def test_a_damaged_config_json_is_one_sentence(change, message, elsewhere: Path, capsys) -> None:
+    with torch.device("meta"):
+        sizes = smollm2_135m().config
+    folder = elsewhere / "model"
+    folder.mkdir()
+    text = "{" if change is None else json.dumps(sizes | change)
+    (folder / "config.json").write_text(text)
+    assert main(["plan", CONFIG, *SMALL, f"checkpoint_dir={folder}"]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+    assert message in error
+
+
+def test_a_profile_tells_the_memory_of_its_card(elsewhere: Path, capsys) -> None:
+    assert main(["plan", CONFIG, *SMALL, "--device-profile", "4090"]) == 0
+    assert "of 23.6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -119,6 +166,9 @@ def test_a_profile_with_a_misspelt_or_a_missing_field_is_refused(tmp_path: Path)
         find_profile(str(tmp_path / "mine.yaml"))
     (tmp_path / "mine.yaml").write_text(text.replace("165.2", "fast"))
     with pytest.raises(ConfigError, match="bf16_tflops='fast': use a number above 0"):
+        find_profile(str(tmp_path / "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text("name: [\n")
+    with pytest.raises(ConfigError, match=r"cannot be read: [^\n]*, line 2$"):
         find_profile(str(tmp_path / "mine.yaml"))
 
 

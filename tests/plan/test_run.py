@@ -28,7 +28,8 @@ def test_predicted_stands_beside_measured_and_the_weights_are_those_without_a_pl
         assert ("memory: planned " in out) == planned
     rows = [json.loads(line) for line in (tmp_path / "with/metrics.jsonl").read_text().splitlines()]
     assert rows[-1].keys() == {"step", "planned_peak_gib", "measured_peak_gib"}
-    assert 0 < rows[-1]["planned_peak_gib"] < 2 * rows[-1]["measured_peak_gib"]
+    # the process's own part, 0.75 GiB, is that of a run whose weights are not a megabyte
+    assert 0 < rows[-1]["planned_peak_gib"] < rows[-1]["measured_peak_gib"] + 0.6
     one, other = (
         [json.loads(line) for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()]
         for n in ("with", "without")

@@ -22,9 +22,9 @@ _SENTENCES = {
     errno.EIO: "the disk reports an input/output error",
 }
 
-# Importing torchao warns of kernels made for other machines than this one, and of a deprecation
-# between torchao and torch: nothing that a user of ours can act on.
-_NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
+# Importing torchao and bitsandbytes warns of kernels made for other machines than this one, and of
+# a deprecation between torchao and torch: nothing that a user of ours can act on.
+_NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 
 def exit_code(run: Callable[[], int], words: Sequence[str]) -> int:

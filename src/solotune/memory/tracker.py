@@ -321,13 +321,16 @@ def state_parts(stepper: Stepper, parameter: Tensor) -> Iterator[tuple[Tensor, s
     """Yield the plain tensors of a parameter's optimizer state, and where each is between steps."""
     home = stepper.home
     away = "host" if home is None or home.folder is None else "disk"
+    # bitsandbytes' managed memory: the host's, of which a card takes what a step touches
+    is_paged = getattr(stepper.optimizer, "is_paged", False) and parameter.numel() >= _PAGED_FROM
     for value in tree_leaves(dict(stepper.optimizer.state[parameter])):
         for part in parts_of(value) if isinstance(value, Tensor) else ():
-            is_away = home is not None and part.nbytes >= SMALLEST_BYTES
-            yield part, away if is_away else "device"
+            is_large = part.nbytes >= SMALLEST_BYTES
+            yield part, away if is_large and (is_paged or home is not None) else "device"
 
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_PAGED_FROM = 100_000  # numbers of a parameter, below which bitsandbytes pages nothing
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -34,15 +34,19 @@ class Budget:
     def faults(self, needs: Needs, *, margin: float = 0.0) -> list[str]:
         """Return what does not fit, and by how much; `margin` is the share that stays free."""
         wanted = [
-            ("device memory", needs.reserved, self.device, "--vram"),
-            ("host memory", needs.host_total, self.host, "--ram"),
-            ("disk", needs.disk_total, self.disk, "--disk"),
+            ("device memory", needs.reserved, self.device),
+            ("host memory", needs.host_total, self.host),
+            ("disk", needs.disk_total, self.disk),
         ]
-        return [
-            f"{name}: {need / GIB:.2f} GiB of {size / GIB:.2f}, {(need - size) / GIB:.2f} too much"
-            for name, need, size, _ in wanted
-            if size is not None and need > size * (1 - margin)
-        ]
+        found = []
+        for name, need, size in wanted:
+            if size is None or need <= size * (1 - margin):
+                continue
+            over = (
+                f"{(need - size) / GIB:.2f} too much" if need > size else f"{margin:.0%} stays free"
+            )
+            found.append(f"{name} {need / GIB:.2f} GiB of {size / GIB:.2f}, {over}")
+        return found
 
     def excess(self, needs: Needs, *, margin: float) -> float:
         """Return how far a plan is from fitting, as a share of what there is; 0: it fits."""

@@ -37,6 +37,10 @@ class DeviceProfile:
     disk_gb_per_s: float = _DISK_GB_PER_S  # written
     measured: bool = True  # False: from a data sheet
 
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
     def seconds_of(self, costs: np.ndarray, *, dtype: str) -> float:
         """Return the time of operators, given (operations, bytes) of each, one after the other."""
         tflops = self.bf16_tflops if dtype == "bf16" else self.fp32_tflops
@@ -83,7 +87,10 @@ def read_profile(path: Path) -> DeviceProfile:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"device profile {path} cannot be read: {error}") from None
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+            reason = f"{error.problem}, line {error.problem_mark.line + 1}"
+        raise ConfigError(f"device profile {path} cannot be read: {reason}") from None
     fields = {field.name: field for field in dataclasses.fields(DeviceProfile)}
     values = values if isinstance(values, dict) else {}
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING]

@@ -14,11 +14,14 @@ import torch
 from solotune import models
 from solotune.checkpoint import model_folder
 from solotune.config import find_config
-from solotune.errors import CheckpointError, UserError
+from solotune.errors import CheckpointError, ConfigError, UserError
+from solotune.plan.device_profile import DeviceProfile
+from solotune.plan.needs import Planned
 from solotune.plan.simulate import Work
 
 _NEEDED = ("setup_model", "setup_host", "setup_optimizer", "train_step")
 _SIZES = re.compile(r"# model: (\w+)\s*")
+_CONFIGS = ("config.json", "adapter_config.json")
 _MAX_SEQ_LEN = 2048  # tokens of a row, where a tokenizer node does not say
 
 
@@ -41,6 +44,32 @@ def work_of(cfg: Any) -> tuple[Work, list[str]]:
     return Work(cfg.batch_size, tokens), facts
 
 
+def kind_of(cfg: Any, profile: DeviceProfile | None) -> tuple[str, list[str]]:
+    """Return what a config's device is planned as, cuda or cpu, and what is assumed of it.
+
+    Raises ConfigError where `device` names none.
+    """
+    name = cfg.device.partition(":")[0]
+    if name not in ("auto", "cuda", "cpu", "mps", "xpu"):
+        raise ConfigError(f"device={cfg.device}: use auto, cuda, cpu, mps or xpu")
+    if name == "auto" and profile is not None:
+        return profile.kind, [f"the device is {profile.name}"]
+    if profile is not None and (profile.kind == "cpu") != (name == "cpu"):
+        raise ConfigError(
+            f"device={cfg.device} is not what --device-profile {profile.name} tells of"
+        )
+    if name in ("mps", "xpu"):
+        return "cuda", [f"memory of {name} as that of a CUDA card"]
+    return ("cpu", []) if name == "cpu" else ("cuda", [] if name == "cuda" else ["a CUDA card"])
+
+
+def facts_of(planned: Planned) -> list[str]:
+    """Return what is assumed of a plan's optimizer."""
+    if not planned.simulated.is_paged:
+        return []
+    return ["paged optimizer state is the host's, of which a card takes what a step touches"]
+
+
 @contextmanager
 def sizes_of(cfg: Any, config_name: str | None) -> Iterator[tuple[Path, list[str]]]:
     """Yield a folder with the model's config.json, and what is assumed of it.
@@ -51,16 +80,16 @@ def sizes_of(cfg: Any, config_name: str | None) -> Iterator[tuple[Path, list[str
     """
     try:
         folder = model_folder(cfg.checkpoint_dir)
-        if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
-            yield folder, []
-            return
         fault = f"checkpoint_dir={folder} has no config.json"
     except CheckpointError as error:
-        fault = str(error).partition(":")[0]
+        folder, fault = None, str(error).partition(":")[0]
+    if folder and any((folder / name).is_file() for name in _CONFIGS):
+        yield folder, []
+        return
     if cfg.model.path != "solotune.models.auto":
         yield Path(cfg.checkpoint_dir), [f"the sizes of {cfg.model.path}, as {fault}"]
         return
-    name = _named_sizes(config_name)
+    name = named_sizes(config_name)
     if name is None:
         raise CheckpointError(
             f"{fault}, and nothing else tells the model's sizes: fetch the model, or name a "
@@ -73,7 +102,7 @@ def sizes_of(cfg: Any, config_name: str | None) -> Iterator[tuple[Path, list[str
         yield Path(folder), [f"the sizes of {name}, which the config names, as {fault}"]
 
 
-def _named_sizes(config_name: str | None) -> str | None:
+def named_sizes(config_name: str | None) -> str | None:
     """Return the builder that the head of a config file names."""
     if config_name is None:
         return None

@@ -12,7 +12,7 @@ GIB = 2**30
 # What no step shows; each is what runs have shown, rounded up.
 CONTEXT = GIB // 2  # a card's own: driver, loaded kernels
 WORKSPACE = 32 * 2**20  # of the matrix products, from the allocator; 8 MiB before Hopper
-PROCESS = {"cuda": 3 * GIB // 2, "cpu": 2 * GIB // 5}  # host memory of Python, torch and libraries
+PROCESS = {"cuda": 3 * GIB // 2, "cpu": 3 * GIB // 4}  # host memory of Python, torch and libraries
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,17 @@ class RunPlan:
         cfg = changed(self.cfg, values)
         try:
             self.validate(cfg)
+            return self.plan(cfg).needs.peak
         except ConfigError:
             return None
-        return self.plan(cfg).needs.peak
 
     @property
     def predicted_bytes(self) -> int:
         """What the run measures as its peak: on a card the allocator's, on CPU the process's."""
-        return self.needs.host_total if self.needs.kind == "cpu" else self.needs.peak
+        if self.needs.kind != "cpu":
+            return self.needs.peak
+        mapped = self.needs.disk.get("optimizer state", 0)  # files that are stepped in place
+        return self.needs.host_total + mapped
 
     def lines(self) -> list[str]:
         """Return the printed lines."""
@@ -80,7 +83,8 @@ def plan_run(
             rows = max(1, work.rows * other.batch_size // cfg.batch_size)
             shape = work if rows == work.rows else Work(rows, work.tokens)
             module = SimpleNamespace(**recipe)
-            return needs_of(module, other, kind=device.type, folder=folder, work=shape)
+            kind = "cpu" if device.type == "cpu" else "cuda"
+            return needs_of(module, other, kind=kind, folder=folder, work=shape)
 
         needs = plan(cfg).needs
     except UserError:

@@ -1,8 +1,9 @@
 """The fastest configuration that fits, among the switches that save memory.
 
-All that saves is switched on first. Then one switch after another, the one that costs most time
-first, goes back as far as what is left still fits. So what stays on is needed, and each switch that
-stays knows what a run without it would take. Exact switches come before coarser optimizer state.
+The given configuration is one of them. All that saves is switched on first, and where that does not
+fit, what costs another memory (of the host) goes back until it does. Then one switch after another,
+the one that costs most time first, goes back as far as what is left still fits. Exact switches come
+before coarser optimizer state.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from solotune.errors import ConfigError
 from solotune.memory import is_layer_major
 from solotune.plan.budget import MARGIN, Budget
 from solotune.plan.device_profile import DeviceProfile
-from solotune.plan.needs import GIB, Planned
+from solotune.plan.needs import Planned
 
 Values = dict[str, Any]  # of config keys
 
@@ -41,7 +42,7 @@ _FORMATS = (("int8", "bf16"), ("int8", "int8"), ("none", "int8"))  # of residual
 class Candidate:
     """Values of config keys, and what a run with them needs."""
 
-    values: Values
+    values: Values  # those that differ from the given ones
     planned: Planned
     excess: float  # how far it is from fitting; 0: it fits
     seconds: float | None  # of a step, where a device is known
@@ -57,12 +58,12 @@ class Found:
 
     best: Candidate  # or, where nothing fits, the closest
     runner_up: Candidate | None
-    without: dict[str, Candidate] = field(default_factory=dict)  # a key as it was, the rest as best
+    without: dict[str, Candidate] = field(default_factory=dict)  # a key as given, the rest as best
     tried: int = 0
 
 
 class Search:
-    """Looks for a configuration within a budget; `plan` simulates a Config."""
+    """Looks for a configuration within a budget; `plan` simulates a Config, as `given` was."""
 
     def __init__(
         self,
@@ -72,56 +73,81 @@ class Search:
         validate: Callable[[Any], None],
         budget: Budget,
         profile: DeviceProfile | None,
-        blocks: int,
+        given: Planned,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.cfg, self._plan, self._validate = cfg, plan, validate
-        self.budget, self.profile, self.blocks, self._tell = budget, profile, blocks, tell
+        self.budget, self.profile, self._given, self._tell = budget, profile, given, tell
         self._known: dict[str, Candidate | None] = {}
 
     def run(self) -> Found:
         """Return the best configuration; raises ConfigError where the config has no such keys."""
-        found = self._exact({})
-        if not found.best.fits:
-            for values in self._coarser():
-                coarse = self._exact(values)
-                if coarse.best.fits or coarse.best.excess < found.best.excess:
-                    found = coarse
-                if found.best.fits:
-                    break
-        found.tried = len(self._known)
-        others = [c for c in self._fitting() if c.values != found.best.values]
-        found.runner_up = min(others, key=self._order, default=None)
-        return found
+        self._candidate({})
+        self._exact({})
+        for values in self._coarser():
+            if self._fitting():
+                break
+            self._exact(values)
+        known = [c for c in self._known.values() if c is not None]
+        if not known:
+            raise ConfigError("no combination of the memory keys is valid with this config")
+        fitting = self._fitting()
+        if not fitting:
+            return Found(min(known, key=lambda c: c.excess), None, tried=len(known))
+        best, *others = sorted(fitting, key=self._order)
+        without = self._without(best)
+        return Found(best, others[0] if others else None, without, tried=len(known))
 
-    def _exact(self, fixed: Values) -> Found:
-        """Search the exact switches with some values given."""
+    def _exact(self, fixed: Values) -> None:
+        """Try the exact switches with some values given."""
         switches = self._switches()
         levels = {name: len(options) - 1 for name, options in switches.items()}
-        candidate = self._try(switches, levels, fixed)
-        for name in ("optimizer_state", "activations"):  # the last option spares the host
-            lower = levels | {name: levels[name] - 1} if name in levels else levels
-            closer = self._try(switches, lower, fixed)
-            if closer is not None and (candidate is None or closer.excess <= candidate.excess):
-                candidate, levels = closer, lower
-        if candidate is None:
-            raise ConfigError("no combination of the memory keys is valid with this config")
-        best, without = candidate, {}
-        if candidate.fits:
-            for name, options in switches.items():
-                for level in range(levels[name]):
-                    other = self._try(switches, levels | {name: level}, fixed)
-                    if other is not None and other.fits:
-                        best, levels = other, levels | {name: level}
-                        break
-                    if other is not None and level == 0:
-                        without |= dict.fromkeys(options[0], other)
-            best = min(self._fitting(), key=self._order)
-        return Found(best, None, without)
+        levels, closest = self._closest(switches, levels, fixed)
+        if closest is None or not closest.fits:
+            return
+        for name, options in switches.items():
+            for level, _ in enumerate(options[: levels[name]]):
+                other = self._try(switches, levels | {name: level}, fixed)
+                if other is not None and other.fits:
+                    levels |= {name: level}
+                    break
+
+    def _closest(
+        self, switches: Mapping[str, Sequence[Values]], levels: dict[str, int], fixed: Values
+    ) -> tuple[dict[str, int], Candidate | None]:
+        """Return the levels that come closest to fitting, from some on, and their candidate.
+
+        What saves memory of the device mostly takes that of the host, so each switch may go back.
+        """
+        best, is_better = self._try(switches, levels, fixed), True
+        while is_better and (best is None or not best.fits):
+            is_better = False
+            for name in ("optimizer_state", "activations", *switches):
+                for level in sorted({max(levels.get(name, 0) - 1, 0), 0}, reverse=True):
+                    lower = levels | {name: level} if name in levels else levels
+                    other = self._try(switches, lower, fixed)
+                    if other is None or (best is not None and other.excess >= best.excess):
+                        continue
+                    best, levels, is_better = other, lower, True
+                    if best.fits:
+                        return levels, best
+        return levels, best
+
+    def _without(self, best: Candidate) -> dict[str, Candidate]:
+        """Return what the best would need with one switch as it was given."""
+        found = {}
+        for options in self._switches().values():
+            keys = [key for key in options[0] if key in best.values]
+            if not keys:
+                continue
+            other = self._candidate({k: v for k, v in best.values.items() if k not in keys})
+            if other is not None and not other.fits:
+                found |= dict.fromkeys(keys, other)
+        return found
 
     def _switches(self) -> dict[str, list[Values]]:
         """Return each switch's values, from the fastest to the one that takes least."""
-        cfg, blocks = self.cfg, self.blocks
+        cfg, blocks = self.cfg, self._given.simulated.blocks
         rows, total = cfg.batch_size, cfg.batch_size * cfg.gradient_accumulation_steps
         splits = [n for n in range(rows, 0, -1) if rows % n == 0]
         shares = dict.fromkeys((blocks * 3 // 4, blocks // 2, blocks // 4, 0))
@@ -175,24 +201,29 @@ class Search:
         if is_layer_major(vars(cfg)):  # has its own: what has no effect stays as it was
             for name in ("enable_activation_checkpointing", "enable_activation_offloading"):
                 values[name] = getattr(self.cfg, name)
-            cfg = changed(self.cfg, values)
+        return self._candidate(values)
+
+    def _candidate(self, values: Values) -> Candidate | None:
+        """Return what a run with some values needs; None where they are refused."""
+        values = {key: value for key, value in values.items() if value != getattr(self.cfg, key)}
         key = repr(sorted(values.items(), key=lambda item: item[0]))
         if key not in self._known:
+            cfg = changed(self.cfg, values)
             try:
                 self._validate(cfg)
-            except ConfigError:
+                planned = self._plan(cfg) if values else self._given
+            except ConfigError:  # of the recipe, or of the optimizer for such weights
                 self._known[key] = None
             else:
-                self._known[key] = self._measured(cfg, values)
+                self._known[key] = self._judged(planned, values)
         return self._known[key]
 
-    def _measured(self, cfg: Any, values: Values) -> Candidate:
-        planned = self._plan(cfg)
+    def _judged(self, planned: Planned, values: Values) -> Candidate:
         excess = self.budget.excess(planned.needs, margin=MARGIN)
         seconds = planned.seconds(self.profile) if self.profile else None
         words = " ".join(overrides(self.cfg, values)) or "as it is"
-        verdict = "fits" if not excess else f"{planned.needs.reserved / GIB:.1f} GiB"
-        self._tell(f"  {verdict:<10} {words}")
+        faults = self.budget.faults(planned.needs, margin=MARGIN)
+        self._tell(f"  {'; '.join(faults) or 'fits'}: {words}")
         return Candidate(values, planned, excess, seconds)
 
     def _fitting(self) -> list[Candidate]:

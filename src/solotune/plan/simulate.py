@@ -10,6 +10,7 @@ Shapes: B rows of a micro-batch, S tokens a row, M segments a row.
 
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class Simulated:
     weight_bytes: int
     trained_bytes: int
     state_bytes: int  # of the optimizer, wherever it lives
+    is_paged: bool  # by bitsandbytes
 
     def at(self, value: Callable[[Step], float]) -> float:
         """Return a value of a later step of the run; beyond three micro-batches it is a line."""
@@ -151,7 +153,8 @@ def simulate(recipe: Any, cfg: Any, *, kind: str, work: Work, folder: Path) -> S
 
     fork = torch.random.fork_rng(devices=[])  # a run that was planned draws the same numbers
     folders = tempfile.TemporaryDirectory()
-    with fork, collector_off(), standing_for(kind), folders as output_dir:
+    quiet = warnings.catch_warnings(action="ignore", category=UserWarning)  # of a CPU's optimizers
+    with fork, collector_off(), quiet, standing_for(kind), folders as output_dir:
         training = Training(
             recipe,
             cfg,
@@ -190,6 +193,7 @@ def simulate(recipe: Any, cfg: Any, *, kind: str, work: Work, folder: Path) -> S
             weight_bytes=sum(p.nbytes for p in model.parameters()),
             trained_bytes=sum(p.nbytes for p in model.parameters() if p.requires_grad),
             state_bytes=sum(part.nbytes for part in state),
+            is_paged=getattr(stepper.optimizer, "is_paged", False),
         )
 
 
