@@ -21,7 +21,7 @@ from solotune.data.batch import Batch, collate
 from solotune.memory.workers import Worker
 from solotune.models.llama import llama3_1_8b
 from solotune.plan import Work, simulate
-from solotune.plan.needs import needs_of
+from solotune.plan.needs import Needs, needs_of
 from solotune.plan.training import Training, fill_parameters
 from tests.memory.allocations import allocated
 from tests.recipes.conftest import CONFIG
@@ -146,6 +146,36 @@ def test_many_micro_batches_need_what_all_of_them_simulated_show(
     assert few.pageable == pytest.approx(all_of_them.pageable, rel=0.005)
     for name in ("operations", "to_device", "to_host", "disk_written"):
         assert getattr(few, name) == getattr(all_of_them, name), name
+
+
+def needs_on_a_card(recipe: str, words: str, folder: Path) -> Needs:
+    module, cfg = config(recipe, words, folder)
+    return needs_of(module, cfg, kind="cuda", folder=folder, work=WORK).needs
+
+
+def test_operations_of_a_base_in_4_bits_are_those_of_its_dense_twin(model_folder: Path) -> None:
+    dense, packed = (
+        needs_on_a_card(LORA, f"{LORA_WORDS} quantize_base={kind}", model_folder).operations
+        for kind in ("null", "nf4")
+    )
+    assert packed == pytest.approx(dense, rel=0.01)
+
+
+def test_the_ring_of_streamed_layers_is_pinned(model_folder: Path) -> None:
+    words = f"{FUSED} {IN_BACKWARD} gradient_accumulation_steps=2"
+    ring = needs_on_a_card(FULL, f"{words} resident_layers=0", model_folder).pinned
+    ring -= needs_on_a_card(FULL, words, model_folder).pinned
+    block = 2 * (4 * 128 * 128 + 3 * 128 * 256)  # bytes of its matrices, at most
+    assert ring > 2 * block * 0.7
+
+
+def test_adafactor_goes_from_parameter_to_parameter_also_on_a_card(model_folder: Path) -> None:
+    words = "optimizer.lr=1e-3 clip_grad_norm=null"
+    one_by_one, at_once = (
+        needs_on_a_card(FULL, f"optimizer=torch.optim.Adafactor {words}{more}", model_folder)
+        for more in ("", " optimizer.foreach=True")
+    )
+    assert one_by_one.device["optimizer state"] < at_once.device["optimizer state"] / 5
 
 
 @pytest.mark.parametrize(

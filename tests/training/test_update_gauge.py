@@ -81,3 +81,26 @@ def test_what_has_no_gradient_is_not_lost() -> None:
 
 def test_the_first_figure_comes_with_the_second_step() -> None:
     assert measure(torch.optim.AdamW, lr=1e-3, steps=1)[1] is None
+
+
+@pytest.mark.gpu
+def test_its_figure_waits_for_nothing_that_is_queued_on_a_card() -> None:
+    model = set_dtype(tiny(), torch.bfloat16).to("cuda")
+    stepper = Stepper(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
+    gauge = UpdateGauge(model, stepper)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with gauge.watching():
+                stepper.step(model.parameters())
+                torch.cuda._sleep(200_000_000)  # a tenth of a second of the queue
+                queued = torch.cuda.Event()
+                queued.record()
+            assert not queued.query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert gauge.lost is not None
+    assert gauge.lost > 0.9

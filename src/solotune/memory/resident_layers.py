@@ -97,12 +97,12 @@ class StreamedLayers:
         self._ring = host.ring(num_bytes)
 
     def memory(self) -> Iterator[tuple[Tensor, str]]:
-        """Yield all that holds streamed weights, and whether it is on the device or the host."""
+        """Yield all that holds streamed weights, and where: device, host, or pinned there."""
         for slot in self._slots:
             yield slot.flat, "device"
         if self._slots:
             for buffer in self._ring.buffers:
-                yield buffer.flat, "host"
+                yield buffer.flat, "pinned"
         for parameter in self._streamed:
             in_slot = any(_is_view(parameter, slot.flat) for slot in self._slots)
             yield parameter, "device" if in_slot else "host"

@@ -206,7 +206,8 @@ class MemoryTracker:
 
     def _mark(self, tensor: Tensor, category: str, place: str | None = None) -> None:
         for life in self.see(tensor, is_new=False):
-            life.category, life.place = category, place or life.place
+            life.category, life.pinned = category, place == "pinned"
+            life.place = "host" if life.pinned else place or life.place
 
     def _mark_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:

@@ -207,8 +207,6 @@ def _pieces(flat: Tensor, *, by_block: bool) -> list[slice]:
     numel = flat.numel()
     full = numel - numel % BLOCK if by_block else numel
     pieces = [slice(start, min(start + size, full)) for start in range(0, full, size)]
-    if is_planning() and len(pieces) > 2:  # all but the last are alike
-        pieces = [pieces[0], pieces[-1]]
     return pieces if full == numel else [*pieces, slice(full, numel)]
 
 

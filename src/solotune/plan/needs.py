@@ -11,7 +11,7 @@ GIB = 2**30
 
 # What no step shows; each is what runs have shown, rounded up.
 CONTEXT = GIB // 2  # a card's own: driver, loaded kernels
-WORKSPACE = 32 * 2**20  # of the matrix products, from the allocator; 8 MiB before Hopper
+WORKSPACE = 64 * 2**20  # of matrix products, for the thread of backward and another; Hopper's
 PROCESS = {"cuda": 3 * GIB // 2, "cpu": 3 * GIB // 4}  # host memory of Python, torch and libraries
 
 

@@ -102,11 +102,16 @@ def plan_run(
 
 
 def largest_work(loader: Loader) -> Work:
-    """Return the shape of a loader's first batch, which is the one that needs most memory."""
+    """Return the shape of a loader's first batch, which is the one that needs most memory.
+
+    Of packed rows that is the one with the longest sample; that another has more targets is not
+    known, so each position counts as one.
+    """
     batch = next(iter(loader.epoch(0)))
     lengths = tuple(tuple(n for n in row if n) for row in batch.host_segments_BM.tolist())
     rows, tokens = batch.tokens_BS.shape
-    return Work(rows, tokens, lengths, batch.num_targets)
+    is_packed = any(len(row) > 1 for row in lengths)
+    return Work(rows, tokens, lengths, None if is_packed else batch.num_targets)
 
 
 def _budget(device: torch.device) -> Budget:

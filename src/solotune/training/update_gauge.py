@@ -1,6 +1,6 @@
 """How many weights a step leaves as they were: updates below half a rounding step are lost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,7 @@ class UpdateGauge:
         self._sampled = set(matrices[::every])
         self._same: list[Tensor] = []  # of this step: how many numbers of a sample stayed
         self._pulled: list[Tensor] = []  # of this step: how many of them had a gradient
-        self._pending: Tensor | None = None
+        self._pending: Callable[[], float] | None = None
         self._told = False
         self.lost: float | None = None  # of the step before the last
         stepper.watch(self._around)
@@ -41,12 +41,11 @@ class UpdateGauge:
         """Measure the step inside. Its figure is read at the end of the next: nothing waits."""
         self._same, self._pulled = [], []
         yield
-        # What was queued before the last read of the device is there by now.
-        self.lost = None if self._pending is None else float(self._pending)
+        self.lost = None if self._pending is None else self._pending()
         self._pending = None
         if self._same:
             pulled = torch.stack(self._pulled).sum()
-            self._pending = torch.stack(self._same).sum() / pulled.clamp(min=1)
+            self._pending = _on_its_way(torch.stack(self._same).sum() / pulled.clamp(min=1))
 
     def lines(self) -> list[str]:
         """Return, once, the warning that a run deserves whose updates are mostly lost."""
@@ -87,6 +86,25 @@ class UpdateGauge:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _on_its_way(value: Tensor) -> Callable[[], float]:
+    """Return what waits for a number to be on the host, and for nothing that was queued after it.
+
+    Reading it from the device itself would wait for all that is queued there.
+    """
+    if not value.is_cuda:
+        return lambda: float(value)
+    home = torch.empty((), dtype=value.dtype, pin_memory=True)
+    home.copy_(value, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+
+    def read() -> float:
+        there.synchronize()
+        return float(home)
+
+    return read
 
 
 def _sample(tensor: Tensor) -> Tensor:
