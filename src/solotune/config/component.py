@@ -102,6 +102,13 @@ class Permissions:
         module = self.recipe_folder / path.partition(".")[0]
         return module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
 
+    def holds(self, module: ModuleType | None) -> bool:
+        """Whether a module comes from a file in the folder of a copied recipe."""
+        file = getattr(module, "__file__", None)
+        if not file or self.recipe_folder is None:
+            return False
+        return Path(file).resolve().is_relative_to(self.recipe_folder)
+
     def allows(self, path: str) -> bool:
         in_roots = any(_is_under(path, root) for root in ROOTS)
         return in_roots or self.trusts(path) or self.beside_recipe(path)
@@ -169,10 +176,10 @@ class Component:
             return None
         if any(_is_under(self.path, root) for root in ROOTS):
             return None
-        file = getattr(module, "__file__", None)
-        if file and Path(file).resolve().is_relative_to(within.recipe_folder or file):
+        if within.holds(module):
             return None
-        other = f"{module.__name__} is {file or 'a part of Python'}, not the one beside the recipe"
+        file = getattr(module, "__file__", None) or "a part of Python"
+        other = f"{module.__name__} is {file}, not the one beside the recipe"
         return f"{other}: give yours another name"
 
     def _fault(self, name: str, target: Any) -> str | None:
@@ -187,8 +194,7 @@ class Component:
         home = target.__module__
         at_home = any(_is_under(home, root) for root in ROOTS)
         if not at_home and self.permissions.beside_recipe(home):
-            file = getattr(sys.modules.get(home), "__file__", None) or ""
-            at_home = Path(file).resolve().is_relative_to(self.permissions.recipe_folder or file)
+            at_home = self.permissions.holds(sys.modules.get(home))
         if not (at_home and target.__qualname__.isidentifier()):
             really = f"{home}.{target.__qualname__}"
             return f"{self.path} is really {really}: --trust {self.path} allows it"

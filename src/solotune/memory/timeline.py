@@ -27,10 +27,6 @@ class Timeline:
     phases: list[str]  # of each: forward, backward or step
     bytes_E: dict[tuple[str, str], np.ndarray]  # by (place, category)
 
-    def part(self, first: int, last: int) -> "Timeline":
-        """Return what was alive from after `first` events to after `last`."""
-        return self.at(np.arange(first, last + 1))
-
     def at(self, moments: np.ndarray) -> "Timeline":
         """Return what was alive at some moments."""
         series = {key: values[moments] for key, values in self.bytes_E.items()}

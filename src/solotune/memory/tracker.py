@@ -206,8 +206,8 @@ class MemoryTracker:
 
     def _mark(self, tensor: Tensor, category: str, place: str | None = None) -> None:
         for life in self.see(tensor, is_new=False):
-            life.category, life.pinned = category, place == "pinned"
-            life.place = "host" if life.pinned else place or life.place
+            life.category, life.pinned = category, life.pinned or place == "pinned"
+            life.place = "host" if place == "pinned" else place or life.place
 
     def _mark_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -295,7 +295,7 @@ class _Operators(TorchDispatchMode):
         return self._tracker.enter(func, device, args, kwargs)
 
 
-# Not in the class body, where torch wraps it for the compiler, which is off: a third of the time.
+# Not in the class body, where torch wraps it for the compiler, which is off: some percent of time.
 _Operators.__torch_dispatch__ = _Operators._show
 
 

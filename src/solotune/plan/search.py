@@ -119,12 +119,13 @@ class Search:
 
         What saves memory of the device mostly takes that of the host, so each switch may go back.
         """
+        names = [n for n in ("optimizer_state", "activations", *switches) if n in switches]
         best, is_better = self._try(switches, levels, fixed), True
         while is_better and (best is None or not best.fits):
             is_better = False
-            for name in ("optimizer_state", "activations", *switches):
-                for level in sorted({max(levels.get(name, 0) - 1, 0), 0}, reverse=True):
-                    lower = levels | {name: level} if name in levels else levels
+            for name in names:
+                for level in dict.fromkeys((max(levels[name] - 1, 0), 0)):
+                    lower = levels | {name: level}
                     other = self._try(switches, lower, fixed)
                     if other is None or (best is not None and other.excess >= best.excess):
                         continue
